@@ -1,0 +1,104 @@
+"""The form of an operator's row. What an operator is stands in its row, or beside it in the same file.
+
+The rows are read when the package is built (the lowering is generated from them) and when it
+runs, so this package imports nothing that is compiled.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Shape = tuple[int, ...]
+
+
+class Refusal(Exception):
+    """What a rule of an operator has against a node; the caller adds which node and raises its own error."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Op:
+    """One operator: how it stands in the schema, how it reaches XNNPACK, and its rules.
+
+    ``args`` lists the arguments of the C call between the subgraph and the end, in C order:
+
+    ================ =====================================================================
+    ``@name``        a value id; ``@name?`` may be absent. Names that start with
+                     ``output`` are outputs, the others inputs, in this order
+    ``name``         a scalar attribute (a field of the schema's table)
+    ``name[]``       a vector attribute, passed as its length and a ``size_t`` array
+    ``name[6]``      a vector attribute, passed as an array of six padded with zeros
+    ``name/other``   the quotient of two scalar attributes
+    ``clamp.min``    the lower limit of the node's output, ``clamp.max`` the upper
+    ``&block``       a parameter block: ``&clamp``, ``&limits``, ``&alpha``, ...
+    ``=text``        the C text itself
+    ``flags``        the node's flags
+    ================ =====================================================================
+    """
+
+    #: Our name, from XNNPACK's call: ``fully_connected``.
+    name: str
+    #: Member of the schema's node union, or None for an operator that only lowering makes.
+    kind: str | None
+    call: str
+    args: str
+    #: shape(node, input shapes) -> output shapes; raises Refusal. All geometry rules live there.
+    shape: Callable[[Any, Sequence[Shape | None]], list[Shape]]
+    #: reference(node, operands) -> list of real or raw results, see xnnfast.reference.
+    reference: Callable[..., Any] | None = None
+    #: Legal combinations of datatypes: inputs then outputs, "-" for an absent optional input.
+    datatypes: tuple[tuple[str, ...], ...] = ()
+    #: check(node, input values, output values): rules of quantization beyond the combination.
+    check: Callable[[Any, Sequence[Any], Sequence[Any]], None] | None = None
+    #: Bits that the node's flags may have.
+    flags: int = 0
+    #: One line for the documentation: what it computes.
+    doc: str = ""
+    #: What this XNNPACK does with NaN and infinities, one line.
+    nan: str = ""
+    #: Constant operands at these input positions are packed at creation, the others read in place.
+    packed: tuple[int, ...] = ()
+    # Derived from args.
+    inputs: tuple[str, ...] = field(init=False)
+    optional: frozenset[str] = field(init=False)
+    outputs: tuple[str, ...] = field(init=False)
+    attrs: tuple[str, ...] = field(init=False)
+    takes_clamp: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        inputs, outputs, attrs, optional = [], [], [], set()
+        for token in self.args.split():
+            if token.startswith("@"):
+                name = token[1:].rstrip("?")
+                (outputs if name.startswith("output") else inputs).append(name)
+                if token.endswith("?"):
+                    optional.add(name)
+            elif re.fullmatch(r"\w+(\[6?\])?(/\w+)?", token) and token != "flags":
+                for name in re.sub(r"\[6?\]", "", token).split("/"):
+                    if name not in attrs:
+                        attrs.append(name)
+        for token in self.args.split():
+            if token == "&alpha":
+                attrs.append("alpha")
+            elif token == "&negative_slope":
+                attrs.append("negative_slope")
+        setattr_ = object.__setattr__
+        setattr_(self, "inputs", tuple(inputs))
+        setattr_(self, "optional", frozenset(optional))
+        setattr_(self, "outputs", tuple(outputs))
+        setattr_(self, "attrs", tuple(attrs))
+        setattr_(self, "takes_clamp", "clamp.min" in self.args or "&clamp" in self.args or "&limits" in self.args)
+
+    def __repr__(self) -> str:
+        return f"Op({self.name})"
+
+    def __reduce__(self) -> Any:
+        return (_by_name, (self.name,))
+
+
+def _by_name(name: str) -> Op:
+    from . import OPS
+
+    return OPS[name]
