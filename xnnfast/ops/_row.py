@@ -46,8 +46,6 @@ class Op:
     args: str
     #: shape(node, input shapes) -> output shapes; raises Refusal. All geometry rules live there.
     shape: Callable[[Any, Sequence[Shape | None]], list[Shape]]
-    #: reference(node, operands) -> list of real or raw results, see xnnfast.reference.
-    reference: Callable[..., Any] | None = None
     #: Legal combinations of datatypes: inputs then outputs, "-" for an absent optional input.
     datatypes: tuple[tuple[str, ...], ...] = ()
     #: check(node, input values, output values): rules of quantization beyond the combination.
