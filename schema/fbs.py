@@ -139,7 +139,7 @@ class _Token(NamedTuple):
 _TOKEN = re.compile(
     r"""(?P<space>\s+|//[^\n]*|/\*.*?\*/)
       | (?P<word>[A-Za-z_]\w*)
-      | (?P<number>[+-]?(?:0[xX][0-9a-fA-F]+|\d+\.\d*(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?|\d+(?:[eE][+-]?\d+)?)(?!\w))
+      | (?P<number>[+-]?(?:0[xX][0-9a-fA-F]+|(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)(?!\w))
       | (?P<text>"[^"\\\n]*")
       | (?P<mark>[{}()\[\]:;,=.])""",
     re.VERBOSE | re.DOTALL,
@@ -409,13 +409,14 @@ class _Resolver:
         return Union(raw.name, raw.namespace, tuple(members))
 
     def table(self, raw: _Raw) -> Table:
+        seen: set[str] = set()
+        for item in raw.fields:
+            for name in (f"{item.name}_type", item.name) if self.is_union(raw, item) else (item.name,):
+                if name in seen:
+                    self.fail(raw, item.line, f"{raw.name}.{name} is declared twice")
+                seen.add(name)
         slots = self.slots(raw)
         fields = [field for item in raw.fields for field in self.field(raw, item, slots[item.name])]
-        names = [field.name for field in fields]
-        for item in raw.fields:
-            for name in (item.name, f"{item.name}_type"):
-                if names.count(name) > 1:
-                    self.fail(raw, item.line, f"{raw.name}.{name} is declared twice")
         return Table(raw.name, raw.namespace, tuple(sorted(fields, key=lambda field: field.slot)))
 
     def is_union(self, raw: _Raw, item: _RawField) -> bool:
@@ -479,9 +480,10 @@ class _Resolver:
         align = None
         if "force_align" in item.attributes:
             align = self.number(raw, item, "force_align")
-            if not item.type.is_vector or align not in [1 << bit for bit in range(_MAX_ALIGN.bit_length())]:
-                self.fail(raw, item.line,
-                          f"need a vector and a power of two up to {_MAX_ALIGN} for force_align on {where}, found {align}")
+            if not item.type.is_vector:
+                self.fail(raw, item.line, f"need a vector for force_align, {where} is {item.type}")
+            if align not in [1 << bit for bit in range(_MAX_ALIGN.bit_length())]:
+                self.fail(raw, item.line, f"need a power of two up to {_MAX_ALIGN} as force_align of {where}, found {align}")
         deprecated = "deprecated" in item.attributes
         fields = []
         if what == "union":

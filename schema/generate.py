@@ -59,13 +59,13 @@ def load_sources() -> dict[str, Loaded]:
     loaded = {}
     for key, source in SOURCES.items():
         schema = fbs.load(HERE / source.file)
-        own = (schema.identifier,) if schema.identifier else ()
+        identifiers = source.identifiers or ((schema.identifier,) if schema.identifier else ())
         root = source.root or schema.root
-        if not set(own) <= set(source.identifiers or own):
-            raise fbs.SchemaError(f"{source.file}: need identifier {own[0]} among {source.identifiers}")
+        if schema.identifier and schema.identifier not in identifiers:
+            raise fbs.SchemaError(f"{source.file}: need identifier {schema.identifier} among {identifiers}")
         if root not in schema.tables:
             raise fbs.SchemaError(f"{source.file}: need a table as root of {key}, found {root!r}")
-        loaded[key] = Loaded(schema, source.identifiers or own, root)
+        loaded[key] = Loaded(schema, identifiers, root)
     return loaded
 
 
