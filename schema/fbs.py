@@ -483,7 +483,8 @@ class _Resolver:
             if not item.type.is_vector:
                 self.fail(raw, item.line, f"need a vector for force_align, {where} is {item.type}")
             if align not in [1 << bit for bit in range(_MAX_ALIGN.bit_length())]:
-                self.fail(raw, item.line, f"need a power of two up to {_MAX_ALIGN} as force_align of {where}, found {align}")
+                self.fail(raw, item.line,
+                          f"need a power of two up to {_MAX_ALIGN} as force_align of {where}, found {align}")
         deprecated = "deprecated" in item.attributes
         fields = []
         if what == "union":
