@@ -19,7 +19,7 @@ HERE = Path(__file__).resolve().parent
 if str(HERE) not in sys.path:
     sys.path.insert(0, str(HERE))
 
-import fbs  # noqa: E402
+import fbs
 
 OUT = HERE.parent / "xnnfast" / "_generated"
 
