@@ -14,13 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-HERE = Path(__file__).resolve().parent
 # The siblings are not in a package: they are needed before anything is installed.
-if str(HERE) not in sys.path:
-    sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import fbs
 
+HERE = Path(__file__).resolve().parent
 OUT = HERE.parent / "xnnfast" / "_generated"
 
 
