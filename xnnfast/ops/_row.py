@@ -28,7 +28,8 @@ class Op:
     ``@name``        a value id; ``@name?`` may be absent. Names that start with
                      ``output`` are outputs, the others inputs, in this order
     ``name``         a scalar attribute (a field of the schema's table)
-    ``name[]``       a vector attribute, passed as its length and a ``size_t`` array
+    ``name[]``       a vector attribute, passed as its length and an array of the element
+                     type that the header's prototype names
     ``name[6]``      a vector attribute, passed as an array of six padded with zeros
     ``name/other``   the quotient of two scalar attributes
     ``clamp.min``    the lower limit of the node's output, ``clamp.max`` the upper
@@ -58,6 +59,10 @@ class Op:
     nan: str = ""
     #: Constant operands at these input positions are packed at creation, the others read in place.
     packed: tuple[int, ...] = ()
+    #: Fields of the schema's table that this kind has no use for (the table serves several kinds).
+    unused: tuple[str, ...] = ()
+    #: normalize(node, input shapes, declared output shapes) -> node: spells out what a file may leave open.
+    normalize: Callable[[Any, Sequence[Shape | None], Sequence[Shape]], Any] | None = None
     # Derived from args.
     inputs: tuple[str, ...] = field(init=False)
     optional: frozenset[str] = field(init=False)

@@ -1,0 +1,126 @@
+"""Convolutions over NHWC inputs: plain and grouped, depthwise, transposed."""
+
+from __future__ import annotations
+
+from ._row import Op, Refusal
+from ._rules import (
+    CLAMP, MAX_EXTENT, PADDING, SAME_PADDING, TRANSIENT_INDIRECTION_BUFFER, Axis, equal, positive, rank, text,
+)
+
+KERNEL = "kernel_height kernel_width"
+STRIDE = "subsampling_height subsampling_width"
+DILATION = "dilation_height dilation_width"
+OPERANDS = f"{CLAMP} @input1_id @filter_id @bias_id? @output_id flags"
+HEIGHT = Axis("high", "padding_top", "padding_bottom", "kernel_height", "subsampling_height", "dilation_height")
+WIDTH = Axis("wide", "padding_left", "padding_right", "kernel_width", "subsampling_width", "dilation_width")
+
+
+def _operands(node, ins, filter_dims, channels_in, channels_out):
+    x, weights, bias = ins
+    rank("input", x, 4)
+    rank("filter", weights, 4)
+    for axis, (need, why) in enumerate(filter_dims):
+        equal(f"filter dim {axis}", weights[axis], need, why)
+    equal("input dim 3", x[3], channels_in[0], channels_in[1])
+    if bias is not None and bias != (channels_out,):
+        raise Refusal(f"bias is {text(bias)}, need {channels_out} (output channels)")
+
+
+def _grouped(node, ins):
+    """Operands of a plain or transposed convolution; output channels."""
+    attrs = node.attrs
+    positive(attrs, "groups", "group_input_channels", "group_output_channels")
+    groups, each_in, each_out = attrs["groups"], attrs["group_input_channels"], attrs["group_output_channels"]
+    _operands(
+        node, ins,
+        ((groups * each_out, "groups * group_output_channels"), (attrs["kernel_height"], "kernel_height"),
+         (attrs["kernel_width"], "kernel_width"), (each_in, "group_input_channels")),
+        (groups * each_in, "groups * group_input_channels"), groups * each_out,
+    )
+    return groups * each_out
+
+
+def conv2d_shape(node, ins):
+    channels = _grouped(node, ins)
+    n, height, width, _ = ins[0]
+    same_padding = node.flags & SAME_PADDING
+    return [(n, HEIGHT.size(node.attrs, height, same_padding, real=False),
+             WIDTH.size(node.attrs, width, same_padding, real=False), channels)]
+
+
+def depthwise_shape(node, ins):
+    attrs = node.attrs
+    positive(attrs, "groups", "group_input_channels", "group_output_channels")
+    channels, each_in, each_out = attrs["groups"], attrs["group_input_channels"], attrs["group_output_channels"]
+    if each_out % each_in:
+        raise Refusal(f"group_output_channels is {each_out}, need a multiple of group_input_channels {each_in}")
+    outputs = channels * (each_out // each_in)
+    _operands(
+        node, ins,
+        ((1, "what a depthwise filter needs"), (attrs["kernel_height"], "kernel_height"),
+         (attrs["kernel_width"], "kernel_width"), (outputs, "groups * depth multiplier")),
+        (channels, "groups"), outputs,
+    )
+    n, height, width, _ = ins[0]
+    same_padding = node.flags & SAME_PADDING
+    return [(n, HEIGHT.size(attrs, height, same_padding, real=False),
+             WIDTH.size(attrs, width, same_padding, real=False), outputs)]
+
+
+def _transposed_size(axis, attrs, size, adjustment):
+    kernel, stride, dilation, window = axis.extent(attrs)
+    before, after = axis.padding(attrs)
+    extra = attrs[adjustment]
+    if extra >= stride:
+        raise Refusal(f"{adjustment} is {extra}, need less than {axis.stride} {stride}")
+    if size == 0:
+        return 0
+    out = stride * (size - 1) + extra + window - before - after
+    if out <= 0:
+        raise Refusal(f"the output would be {out} {axis.axis}: {axis.stride} {stride} * ({size} - 1) + {adjustment} "
+                      f"{extra} + window {window} - padding {before} - {after}")
+    return out
+
+
+def conv_transpose2d_shape(node, ins):
+    channels = _grouped(node, ins)
+    n, height, width, _ = ins[0]
+    return [(n, _transposed_size(HEIGHT, node.attrs, height, "adjustment_height"),
+             _transposed_size(WIDTH, node.attrs, width, "adjustment_width"), channels)]
+
+
+_FIXED = (
+    ("fp32", "fp32", "fp32", "fp32"),
+    # The filter of an fp16 convolution is fp32: an fp16 one reaches undefined behaviour in XNNPACK.
+    ("fp16", "fp32", "fp32", "fp16"),
+    ("qint8", "qint8", "qint32", "qint8"),
+    ("qint8", "qcint8", "qcint32", "qint8"),
+    ("quint8", "quint8", "qint32", "quint8"),
+)
+_DYNAMIC = ("qdint8", "qcint8", "fp32", "fp32")
+
+
+def _types(*rows):
+    return tuple(row for x, weights, bias, out in rows for row in ((x, weights, bias, out), (x, weights, "-", out)))
+
+
+OPS = (
+    Op("conv2d", "XNNConv2d", "xnn_define_convolution_2d",
+       # The schema's order is in, out, groups; C's is groups, in, out.
+       f"{PADDING} {KERNEL} {STRIDE} {DILATION} groups group_input_channels group_output_channels {OPERANDS}",
+       shape=conv2d_shape, datatypes=_types(*_FIXED, _DYNAMIC, ("qdint8", "qcint8", "fp32", "fp16")),
+       flags=SAME_PADDING | TRANSIENT_INDIRECTION_BUFFER, packed=(1, 2),
+       unused=("adjustment_height", "adjustment_width"),
+       doc="convolution of NHWC input with an [out, h, w, in / groups] filter"),
+    Op("depthwise_conv2d", "XNNDepthwiseConv2d", "xnn_define_depthwise_convolution_2d",
+       f"{PADDING} {KERNEL} {STRIDE} {DILATION} group_output_channels/group_input_channels groups {OPERANDS}",
+       shape=depthwise_shape, datatypes=_types(*_FIXED), flags=SAME_PADDING | TRANSIENT_INDIRECTION_BUFFER,
+       packed=(1, 2), unused=("adjustment_height", "adjustment_width"),
+       doc="convolution of each channel by itself with a [1, h, w, channels * multiplier] filter"),
+    Op("conv_transpose2d", "XNNConvTranspose2d", "xnn_define_deconvolution_2d",
+       # The adjustment comes before the kernel in C, last in the schema.
+       f"{PADDING} adjustment_height adjustment_width {KERNEL} {STRIDE} {DILATION}"
+       f" groups group_input_channels group_output_channels {OPERANDS}",
+       shape=conv_transpose2d_shape, datatypes=_types(*_FIXED, _DYNAMIC), packed=(1, 2),
+       doc="transposed convolution (deconvolution) with an [out, h, w, in / groups] filter"),
+)

@@ -1,0 +1,67 @@
+"""Fully connected layers and batched matrix products."""
+
+from __future__ import annotations
+
+from ._row import Op, Refusal
+from ._rules import CLAMP, RESHAPE_2D, TRANSPOSE_B, TRANSPOSE_WEIGHTS, broadcast, rank, text
+
+
+def fully_connected_shape(node, ins):
+    x, weights, bias = ins
+    rank("filter", weights, 2)
+    inner, outer = weights if node.flags & TRANSPOSE_WEIGHTS else weights[::-1]
+    if not x:
+        raise Refusal("input needs rank 1 or more, found a scalar")
+    if x[-1] != inner:
+        raise Refusal(f"input dim {len(x) - 1} is {x[-1]}, filter dim {0 if node.flags & TRANSPOSE_WEIGHTS else 1} "
+                      f"(input channels) is {inner}")
+    if bias is not None and bias != (outer,):
+        raise Refusal(f"bias is {text(bias)}, need {outer} (output channels)")
+    if node.flags & RESHAPE_2D:
+        rows = 1
+        for dim in x[:-1]:
+            rows *= dim
+        return [(rows, outer)]
+    return [x[:-1] + (outer,)]
+
+
+def batch_matrix_multiply_shape(node, ins):
+    a, b = ins
+    for name, shape in (("input1", a), ("input2", b)):
+        if len(shape) < 2:
+            raise Refusal(f"{name} needs rank 2 or more, found rank {len(shape)} ({text(shape)})")
+    inner, columns = (b[-1], b[-2]) if node.flags & TRANSPOSE_B else (b[-2], b[-1])
+    if a[-1] != inner:
+        raise Refusal(f"input1 dim {len(a) - 1} is {a[-1]}, input2 dim "
+                      f"{len(b) - (1 if node.flags & TRANSPOSE_B else 2)} is {inner}")
+    return [broadcast(a[:-2], b[:-2]) + (a[-2], columns)]
+
+
+_FC = (
+    ("fp32", "fp32", "fp32", "fp32"),
+    ("fp16", "fp16", "fp16", "fp16"),
+    ("fp16", "fp32", "fp32", "fp16"),
+    ("fp32", "qcint8", "fp32", "fp32"),
+    ("fp32", "qcint4", "fp32", "fp32"),
+    *(("qdint8", weights, "fp32", out) for weights in ("qcint8", "qcint4", "qbint4") for out in ("fp32", "fp16")),
+    ("qint8", "qint8", "qint32", "qint8"),
+    ("qint8", "qcint8", "qcint32", "qint8"),
+    ("quint8", "quint8", "qint32", "quint8"),
+)
+
+
+def with_and_without_bias(table):
+    return tuple(row for x, weights, bias, out in table for row in ((x, weights, bias, out), (x, weights, "-", out)))
+
+
+OPS = (
+    Op("fully_connected", "XNNFullyConnected", "xnn_define_fully_connected",
+       f"{CLAMP} @input1_id @filter_id @bias_id? @output_id flags", shape=fully_connected_shape,
+       datatypes=with_and_without_bias(_FC), flags=TRANSPOSE_WEIGHTS | RESHAPE_2D, packed=(1, 2),
+       doc="input @ filter^T + bias over the last axis; filter is [out, in], or [in, out] with flag 0x1"),
+    Op("batch_matrix_multiply", "XNNBatchMatrixMultiply", "xnn_define_batch_matrix_multiply",
+       "@input1_id @input2_id @output_id flags", shape=batch_matrix_multiply_shape,
+       datatypes=(("fp32", "fp32", "fp32"), ("fp16", "fp16", "fp16"), ("qdint8", "qcint8", "fp32")),
+       flags=TRANSPOSE_B, packed=(1,),
+       doc="input1 @ input2 over the last two axes, the others broadcast; flag 0x1 transposes input2"),
+)
