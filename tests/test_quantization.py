@@ -124,8 +124,8 @@ def test_rows_have_their_own_parameters():
     assert (np.abs(real - rows) <= np.abs(rows).max(axis=1, keepdims=True) / 255).all()
     # A range of positive numbers starts at 0, of negative ones ends there; a row of zeros takes the high end.
     assert zero_point.ravel().tolist() == [-128, -128, -128, 127, 127]
-    # 1 is 127.5 steps of 2 / 255, a tie.
-    assert stored[0].tolist() == [0, 127]
+    # 1 would be a tie, 127.5 steps of 2 / 255, but the factor is the scale's reciprocal, a hair below 127.5.
+    assert stored[0].tolist() == [-1, 127]
     assert scale[3] == 1
     assert (real[3] == 0).all()
 

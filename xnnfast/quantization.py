@@ -72,7 +72,7 @@ def unpack_int4(packed: np.ndarray, inner: int) -> np.ndarray:
     """
     packed = np.asarray(packed, np.uint8)
     both = np.stack([packed & 15, packed >> 4], axis=-1).astype(np.int8) - np.int8(8)
-    return both.reshape(packed.shape[:-1] + (-1,))[..., :inner]
+    return both.reshape((*packed.shape[:-1], -1))[..., :inner]
 
 
 def pack_int4(numbers: Any) -> np.ndarray:
@@ -82,7 +82,7 @@ def pack_int4(numbers: Any) -> np.ndarray:
         raise ValueError(f"4-bit numbers must be in -8..7, found {numbers.min()}..{numbers.max()}")
     stored = (numbers + 8).astype(np.uint8)
     if stored.shape[-1] % 2:
-        stored = np.concatenate([stored, np.full(stored.shape[:-1] + (1,), 8, np.uint8)], axis=-1)
+        stored = np.concatenate([stored, np.full((*stored.shape[:-1], 1), 8, np.uint8)], axis=-1)
     return stored[..., 0::2] | (stored[..., 1::2] << 4)
 
 
