@@ -91,6 +91,20 @@ class DtypeError(XnnfastError, TypeError):
         self.got = got
 
 
+class OperatorError(XnnfastError, ValueError):
+    """An operator outside XNNPACK can't work on the values it was given, such as an index out of range.
+
+    Attributes
+    ----------
+    op : str or None
+        Name and overload of the operator: ``aten::embedding.out``.
+    """
+
+    def __init__(self, message: str, *, op: str | None = None) -> None:
+        super().__init__(message)
+        self.op = op
+
+
 class ArgumentError(XnnfastError, TypeError):
     """Wrong number or kind of arguments, such as two arrays for a graph of three inputs."""
 
