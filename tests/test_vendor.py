@@ -40,7 +40,9 @@ def cpuinfo(tmp_path):
     archive = tmp_path / "made" / "cpuinfo_1.orig.tar.xz"
     with tarfile.open(archive, "w:xz") as tar:
         tar.add(tree, "cpuinfo-1")
-    pin = build.Pin("cpuinfo", "1", "c" * 40, build.file_sum(archive), build.tree_sum(tree), "BSD-2-Clause", "https://up.example/c")
+    pin = build.Pin(
+        "cpuinfo", "1", "c" * 40, build.file_sum(archive), build.tree_sum(tree), "BSD-2-Clause", "https://up.example/c"
+    )
     return pin, archive, tree
 
 
@@ -82,7 +84,11 @@ def test_pin_names_five_components_with_full_sums():
     ("old", "new", "says"),
     [
         ("Licence: MIT\n", "", "lacks licence"),
-        ("Commit: 4ea82e595b36106653175dcb04b2aa532660d0d8", "Commit: 4ea82e5", "must be 40 hex digits, found '4ea82e5'"),
+        (
+            "Commit: 4ea82e595b36106653175dcb04b2aa532660d0d8",
+            "Commit: 4ea82e5",
+            "must be 40 hex digits, found '4ea82e5'",
+        ),
         ("Name: fp16", "Name: fp17", "it pins cpuinfo, fp17, fxdiv"),
     ],
 )
@@ -112,7 +118,7 @@ def test_mirror_is_read_from_deb822(tmp_path):
     parts = tmp_path / "sources.list.d"
     parts.mkdir()
     (parts / "debian.sources").write_text(
-        "Types: deb\n# a comment between fields\nURIs: http://mirror.example/debian\nSuites: bookworm bookworm-updates\n"
+        "Types: deb\n# a comment\nURIs: http://mirror.example/debian\nSuites: bookworm bookworm-updates\n"
         "Components: main\nSigned-By: /usr/share/keyrings/debian-archive-keyring.gpg\n"
         "\n"
         "Types: deb\nURIs: http://mirror.example/debian-security\nSuites: bookworm-security\nComponents: main\n"
@@ -125,11 +131,18 @@ def test_mirror_is_read_from_deb822(tmp_path):
 def test_mirror_of_debian_comes_before_others_with_debian_suites(tmp_path):
     parts = tmp_path / "sources.list.d"
     parts.mkdir()
-    (parts / "a-vendor.list").write_text("deb [signed-by=/usr/share/keyrings/v.gpg] https://vendor.example/apt bookworm main\n")
-    (parts / "b-node.sources").write_text("Types: deb\nURIs: https://node.example/x\nSuites: nodistro\nComponents: main\n")
+    (parts / "a-vendor.list").write_text(
+        "deb [signed-by=/usr/share/keyrings/v.gpg] https://vendor.example/apt bookworm main\n"
+    )
+    (parts / "b-node.sources").write_text(
+        "Types: deb\nURIs: https://node.example/x\nSuites: nodistro\nComponents: main\n"
+    )
     (parts / "c-debian.list").write_text("deb http://mirror.example/debian trixie main\n")
     (parts / "d-saved.list.save").write_text("deb http://old.example/debian trixie main\n")
-    assert build.debian_mirrors(tmp_path / "none", parts) == ["http://mirror.example/debian", "https://vendor.example/apt"]
+    assert build.debian_mirrors(tmp_path / "none", parts) == [
+        "http://mirror.example/debian",
+        "https://vendor.example/apt",
+    ]
 
 
 def test_no_mirror_is_found_on_another_distribution(tmp_path):
@@ -144,7 +157,7 @@ def test_apt_way_says_when_there_is_no_apt(tmp_path, monkeypatch):
 
 
 def _fake_apt(folder, monkeypatch, served):
-    """apt programs that list two Debian revisions of cpuinfo 1 and one of cpuinfo 2, and serve the archive of `served`."""
+    """apt programs that list two Debian revisions of cpuinfo 1 and one of cpuinfo 2, and serve one version only."""
     monkeypatch.setattr(build, "KEYRINGS", (str(folder / "keyring"),))
     monkeypatch.setattr(build, "_apt_source_paths", lambda: (folder / "sources.list", folder / "parts"))
     (folder / "keyring").touch()
@@ -164,7 +177,10 @@ def _fake_apt(folder, monkeypatch, served):
 def test_apt_way_takes_the_version_that_is_served(tmp_path, monkeypatch):
     _fake_apt(tmp_path, monkeypatch, served="2")
     (tmp_path / "served").write_bytes(b"archive")
-    pins = [some_pin("cpuinfo", "1"), dataclasses.replace(some_pin("cpuinfo", "2"), sha256=build.file_sum(tmp_path / "served"))]
+    pins = [
+        some_pin("cpuinfo", "1"),
+        dataclasses.replace(some_pin("cpuinfo", "2"), sha256=build.file_sum(tmp_path / "served")),
+    ]
     (tmp_path / "downloads").mkdir()
     source = build.AptWay(tmp_path / "downloads", tmp_path / "work").obtain(pins)
     assert (source.pin.version, source.way, source.path.read_bytes()) == ("2", "apt", b"archive")
@@ -174,6 +190,18 @@ def test_apt_way_takes_the_version_that_is_served(tmp_path, monkeypatch):
     assert all("--tar-only" in call and "--download-only" in call for call in calls[1:])
     sources = (tmp_path / "work" / "apt0" / "sources.list").read_text()
     assert "mirror.example/debian trixie main" in sources and "mirror.example/debian sid main" in sources
+
+
+def test_apt_way_asks_an_unreachable_mirror_once(tmp_path, monkeypatch):
+    _fake_apt(tmp_path, monkeypatch, served="1")
+    (tmp_path / "apt-get").write_text(
+        f"#!/bin/sh\necho call >> {tmp_path}/calls\necho 'E: Failed to fetch'\nexit 100\n"
+    )
+    way = build.AptWay(tmp_path, tmp_path / "work")
+    for _ in range(2):
+        with pytest.raises(build.Unavailable, match=r"mirror.example/debian: no package list \(E: Failed to fetch\)"):
+            way.obtain([some_pin("cpuinfo", "1")])
+    assert (tmp_path / "calls").read_text() == "call\n"
 
 
 def test_apt_way_refuses_an_archive_with_another_sum(tmp_path, monkeypatch):
@@ -187,8 +215,10 @@ def test_apt_way_says_what_was_not_served_without_the_password(tmp_path, monkeyp
     _fake_apt(tmp_path, monkeypatch, served="none")
     with pytest.raises(build.Unavailable) as error:
         build.AptWay(tmp_path, tmp_path / "work").obtain([some_pin("cpuinfo", "1"), some_pin("cpuinfo", "3")])
-    assert "1: listed by http://mirror.example/debian, but not served (E: Failed: 404)" in str(error.value)
-    assert "3: not listed by http://mirror.example/debian in trixie or sid" in str(error.value)
+    assert str(error.value) == (
+        "http://mirror.example/debian lists 1 but does not serve it (E: Failed: 404); "
+        "http://mirror.example/debian lists no 3 in trixie or sid"
+    )
     assert "secret" not in str(error.value)
 
 
@@ -235,13 +265,13 @@ def test_folder_refuses_a_changed_tree(tmp_path, cpuinfo):
 
 
 def test_folder_must_exist_when_named(tmp_path):
-    with pytest.raises(build.BuildError, match="XNNFAST_XNNPACK_SOURCES names .*absent, which is not a folder"):
+    with pytest.raises(build.BuildError, match=r"XNNFAST_XNNPACK_SOURCES names .*absent, which is not a folder"):
         build.FolderWay(str(tmp_path / "absent")).obtain([some_pin("cpuinfo")])
 
 
 def test_folder_names_a_version_that_is_not_pinned(tmp_path):
     (tmp_path / "cpuinfo_9.orig.tar.xz").touch()
-    with pytest.raises(build.Unavailable, match="it holds cpuinfo_9.orig.tar.xz, which is not pinned"):
+    with pytest.raises(build.Unavailable, match=r"it holds cpuinfo_9\.orig\.tar\.xz, which is not pinned"):
         build.FolderWay(str(tmp_path)).obtain([some_pin("cpuinfo")])
 
 
@@ -285,7 +315,11 @@ def test_ways_are_tried_in_order_and_may_be_mixed():
     folder, apt, git = FakeWay("folder", "cpuinfo"), FakeWay("apt", "cpuinfo", "fxdiv"), FakeWay("git", "fxdiv", "fp16")
     pins = {name: [some_pin(name)] for name in ("cpuinfo", "fxdiv", "fp16")}
     sources = build.obtain(pins, [folder, apt, git])
-    assert {name: source.way for name, source in sources.items()} == {"cpuinfo": "folder", "fxdiv": "apt", "fp16": "git"}
+    assert {name: source.way for name, source in sources.items()} == {
+        "cpuinfo": "folder",
+        "fxdiv": "apt",
+        "fp16": "git",
+    }
     assert (folder.asked, apt.asked, git.asked) == (["cpuinfo", "fxdiv", "fp16"], ["fxdiv", "fp16"], ["fp16"])
 
 
@@ -298,18 +332,37 @@ def test_total_failure_lists_every_component_way_and_remedy():
     with pytest.raises(build.BuildError) as error:
         build.obtain(pins, [FakeWay("folder"), FakeWay("apt"), FakeWay("git")])
     text = str(error.value)
-    assert "cpuinfo 2 or cpuinfo 1\n    folder: no cpuinfo here\n    apt: no cpuinfo here\n    git: no cpuinfo here" in text
-    assert "fp16 1\n    folder: no fp16 here" in text
-    assert "cpuinfo_2.orig.tar.xz, fp16_1.orig.tar.xz" in text
+    assert "obtained:\n  cpuinfo 2 or cpuinfo 1\n  fp16 1\n" in text
+    assert (
+        "order:\n  folder, cpuinfo: no cpuinfo here\n  folder, fp16: no fp16 here\n  apt, cpuinfo: no cpuinfo here\n"
+        in text
+    )
+    assert "    cpuinfo_2.orig.tar.xz\n    fp16_1.orig.tar.xz\n" in text
     for remedy in (build.SOURCES_VARIABLE, "debian-archive-keyring", "install git"):
         assert remedy in text
+
+
+def test_total_failure_gives_a_reason_common_to_all_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    ways = [build.FolderWay(None), build.AptWay(tmp_path, tmp_path), build.GitWay(tmp_path, tmp_path)]
+    with pytest.raises(build.BuildError) as error:
+        build.obtain({name: [some_pin(name)] for name in ("fxdiv", "fp16")}, ways)
+    lines = str(error.value).splitlines()
+    assert lines[3:7] == [
+        "What was tried, in this order:",
+        "  folder: XNNFAST_XNNPACK_SOURCES is not set",
+        "  apt: apt-get is not on PATH",
+        "  git: git is not on PATH",
+    ]
 
 
 def test_wrong_sum_is_not_passed_over_to_the_next_way(cpuinfo):
     pin, archive, _ = cpuinfo
     git = FakeWay("git", "cpuinfo")
     with pytest.raises(build.BuildError, match="found"):
-        build.obtain({"cpuinfo": [dataclasses.replace(pin, sha256="0" * 64)]}, [build.FolderWay(str(archive.parent)), git])
+        build.obtain(
+            {"cpuinfo": [dataclasses.replace(pin, sha256="0" * 64)]}, [build.FolderWay(str(archive.parent)), git]
+        )
     assert git.asked == []
 
 
@@ -397,7 +450,7 @@ def test_change_that_hits_another_number_fails_and_writes_nothing(tmp_path, coun
     name = "src/threadpool-common.h"
     _tree(tmp_path, {name: "#define PTHREADPOOL_SPIN_WAIT_ITERATIONS 1000000\n"})
     change = dataclasses.replace(_change("spin-wait"), **count)
-    with pytest.raises(changes.ChangeError, match="'spin-wait' must hit .* it hit 1 in 1"):
+    with pytest.raises(changes.ChangeError, match=r"'spin-wait' must hit .* it hit 1 in 1"):
         changes.apply({"pthreadpool": tmp_path}, [change])
     assert (tmp_path / name).read_text().endswith("1000000\n")
 
@@ -423,7 +476,7 @@ def test_changes_state_the_counts_of_the_pin():
 
 
 def test_missing_compiler_says_what_to_install(tmp_path):
-    with pytest.raises(build.BuildError, match="no C compiler: .*build-essential.* or set CC"):
+    with pytest.raises(build.BuildError, match=r"no C compiler: .*build-essential.* or set CC"):
         build.find_compiler({"PATH": str(tmp_path)})
     with pytest.raises(build.BuildError, match="CC is 'icc-none', which cannot be run"):
         build.find_compiler({"PATH": str(tmp_path), "CC": "icc-none"})
@@ -544,7 +597,7 @@ def test_ensure_leaves_nothing_behind_when_the_build_fails(tmp_path, monkeypatch
 
 def test_failing_step_shows_the_end_of_its_log(tmp_path):
     log = tmp_path / "log"
-    with pytest.raises(build.BuildError, match="configure failed with status 3; the end of .*log:\nhere is why"):
+    with pytest.raises(build.BuildError, match=r"configure failed with status 3; the end of .*log:\nhere is why"):
         build._logged(["sh", "-c", "echo here is why >&2; exit 3"], {"PATH": "/usr/bin:/bin"}, log, "configure")
 
 

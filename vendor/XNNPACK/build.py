@@ -1,7 +1,7 @@
 """Static XNNPACK archives: the pinned sources are obtained, checked, corrected and built, all outside the source tree.
 
-What comes in is PIN, changes.py and a compiler; what goes out is a `Built` naming headers, archives in link order and facts.
-Every result is kept under a key of everything that could change it, so the second call only computes the key and returns.
+What comes in is PIN, changes.py and a compiler; what goes out is a `Built` naming headers, archives in link order and
+facts. Every result is kept under a key of all that could change it, so the second call only computes the key.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import sys
 import tarfile
 import tempfile
 import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable, Iterable, Iterator, Mapping, Protocol, Sequence
-from urllib.parse import urlsplit
+from typing import Any, Protocol
 
 HERE = Path(__file__).resolve().parent
 SOURCES_VARIABLE = "XNNFAST_XNNPACK_SOURCES"
@@ -114,7 +114,7 @@ class Pin:
 
 
 def parse_stanzas(text: str) -> list[dict[str, str]]:
-    """The paragraphs of a `Field: value` text, field names in lower case; apt's .sources files and PIN are written so."""
+    """The paragraphs of a `Field: value` text, names in lower case; apt's .sources files and PIN are written so."""
     stanzas: list[dict[str, str]] = []
     current: dict[str, str] = {}
     name = ""
@@ -154,7 +154,9 @@ def read_pin(path: Path = HERE / "PIN") -> dict[str, list[Pin]]:
                 raise BuildError(f"{path.name}: {what} of {pin.label} must be {digits} hex digits, found {value!r}")
         pins.setdefault(pin.name, []).append(pin)
     if set(pins) != set(COMPONENTS):
-        raise BuildError(f"{path.name} must pin {', '.join(COMPONENTS)}; it pins {', '.join(sorted(pins)) or 'nothing'}")
+        raise BuildError(
+            f"{path.name} must pin {', '.join(COMPONENTS)}; it pins {', '.join(sorted(pins)) or 'nothing'}"
+        )
     return {name: pins[name] for name in COMPONENTS}
 
 
@@ -177,8 +179,8 @@ def file_sum(path: Path) -> str:
 def tree_sum(root: Path) -> str:
     """SHA-256 over the names and contents of all files under `root`, in hex.
 
-    Owners, times and modes are left out, since they differ between an archive and a git checkout of the same commit; so is
-    git's own folder at the top. A link counts with its target.
+    Owners, times and modes are left out, since they differ between an archive and a git checkout of the same commit;
+    so is git's own folder at the top. A link counts with its target.
     """
     lines = []
     for folder, folders, files in os.walk(root):
@@ -197,7 +199,7 @@ def tree_sum(root: Path) -> str:
 
 
 def check_sum(path: Path, wanted: str, found: str) -> None:
-    """Raise BuildError unless the sums agree. A mismatch ends the build: trying another way would hide a damaged file."""
+    """Raise BuildError unless the sums agree: a mismatch ends the build, as going on would hide a damaged file."""
     if found != wanted:
         raise BuildError(f"{path}: its SHA-256 must be {wanted}, found {found}; remove or replace it")
 
@@ -225,7 +227,7 @@ class Source:
 
 
 def _extract(archive: Path, target: Path) -> None:
-    """Unpack; some archives wrap everything in one folder and some do not, `target` is the top of the sources either way."""
+    """Unpack, so that `target` is the top of the sources whether or not the archive wraps them in a folder."""
     scratch = Path(tempfile.mkdtemp(dir=target.parent))
     with tarfile.open(archive) as tar:
         if hasattr(tarfile, "data_filter"):
@@ -250,7 +252,7 @@ class Way(Protocol):
 
 
 class FolderWay:
-    """The folder that the user names: archives under Debian's file name, or trees named `cpuinfo` or `cpuinfo-<version>`."""
+    """The folder the user names: archives under Debian's file name, or trees named `cpuinfo` or `cpuinfo-<version>`."""
 
     name = "folder"
 
@@ -342,7 +344,7 @@ def parse_deb822(text: str) -> list[AptEntry]:
 def debian_mirrors(sources_list: Path, sources_parts: Path) -> list[str]:
     """The mirrors of Debian's main archive that apt is configured for, the most certain first.
 
-    Others' repositories may use Debian's release names, so those come last; what they serve would fail on Debian's keys.
+    Others' repositories may use Debian's release names, so they come last; what they serve would fail on Debian's keys.
     """
     entries: list[AptEntry] = []
     for path in [sources_list, *sorted(sources_parts.glob("*"))]:
@@ -393,13 +395,13 @@ class AptWay:
                 try:
                     archive = session.fetch(pin)
                 except Unavailable as error:
-                    reasons.append(f"{pin.version}: {error}")
+                    reasons.append(str(error))
                     continue
                 check_sum(archive, pin.sha256, file_sum(archive))
                 kept = self.downloads / f"{pin.sha256}{ARCHIVE_SUFFIX}"
                 archive.replace(kept)
                 return Source(pin, self.name, kept)
-        raise Unavailable("; ".join(reasons))
+        raise Unavailable("; ".join(dict.fromkeys(reasons)))
 
     def _open(self) -> list[_AptSession]:
         for program in ("apt-get", "apt-cache"):
@@ -438,6 +440,7 @@ class _AptSession:
         self.mirror = mirror
         self.keyring = keyring
         self._problem: str | None = None
+        self._dead = ""
 
     @property
     def shown(self) -> str:
@@ -445,8 +448,13 @@ class _AptSession:
         return re.sub(r"//[^/@]*@", "//", self.mirror)
 
     def fetch(self, pin: Pin) -> Path:
+        """The archive as apt verified it against the signed lists; its sum is still to be compared with the pin."""
         if self._problem is None:
             self._problem = self._update()
+            if self._problem and not any((self.folder / "lists").glob("*_Sources*")):
+                self._dead = f"{self.shown}: no package list ({self._problem})"
+        if self._dead:
+            raise Unavailable(self._dead)
         code, answer = self._run("apt-cache", "showsrc", pin.name)
         versions = [
             stanza["version"]
@@ -455,14 +463,16 @@ class _AptSession:
         ]
         if not versions:
             also = f" ({self._problem})" if self._problem else ""
-            raise Unavailable(f"not listed by {self.shown} in {' or '.join(SUITES)}{also}")
+            raise Unavailable(f"{self.shown} lists no {pin.version} in {' or '.join(SUITES)}{also}")
         answer = ""
         for version in dict.fromkeys(versions):
-            code, answer = self._run("apt-get", "-q", "source", "--download-only", "--tar-only", f"{pin.name}={version}")
+            code, answer = self._run(
+                "apt-get", "-q", "source", "--download-only", "--tar-only", f"{pin.name}={version}"
+            )
             archive = self.folder / pin.archive
             if code == 0 and archive.is_file():
                 return archive
-        raise Unavailable(f"listed by {self.shown}, but not served ({_apt_complaint(answer)})")
+        raise Unavailable(f"{self.shown} lists {pin.version} but does not serve it ({_apt_complaint(answer)})")
 
     def _update(self) -> str:
         """Fetch the signed lists; "" or what apt complained about. One of the suites may still be usable then."""
@@ -488,6 +498,8 @@ class _AptSession:
         }
         lines = [f'{name} "{self.folder / value}";' for name, value in settings.items()]
         lines += [
+            # Otherwise apt calls it a success to have fetched no list at all.
+            'APT::Update::Error-Mode "any";',
             'Acquire::AllowInsecureRepositories "false";',
             'APT::Get::AllowUnauthenticated "false";',
             'Acquire::Retries "2";',
@@ -524,7 +536,7 @@ class _AptSession:
 
 
 def _apt_complaint(answer: str) -> str:
-    lines = [line.strip() for line in answer.splitlines()]
+    lines = [re.sub(r"//[^/@ ]*@", "//", line.strip()) for line in answer.splitlines()]
     return " ".join([line for line in lines if line.startswith("E:")][:2]) or (lines[-1] if lines else "no output")
 
 
@@ -541,7 +553,7 @@ class GitWay:
     def obtain(self, alternatives: Sequence[Pin]) -> Source:
         if not self._unusable and not shutil.which("git"):
             self._unusable = "git is not on PATH"
-        reasons = []
+        reasons: list[str] = []
         for pin in alternatives:
             if self._unusable:
                 raise Unavailable("; ".join([*reasons, self._unusable]))
@@ -595,32 +607,40 @@ class GitWay:
 def obtain(pins: Mapping[str, Sequence[Pin]], ways: Sequence[Way]) -> dict[str, Source]:
     """A checked source for every component, each by the first way that has it; ways may be mixed.
 
-    Components that cannot be had are reported together, with every way's reason.
+    Components that cannot be had are reported together, with the reason of every way.
     """
     sources: dict[str, Source] = {}
-    failures: list[str] = []
-    wanted: list[str] = []
+    missing: dict[str, Sequence[Pin]] = {}
+    reasons: dict[str, dict[str, str]] = {way.name: {} for way in ways}
     for name, alternatives in pins.items():
-        reasons = []
         for way in ways:
             try:
                 sources[name] = way.obtain(alternatives)
                 break
             except Unavailable as error:
-                reasons.append(f"    {way.name}: {error}")
+                reasons[way.name][name] = str(error)
         else:
-            failures.append("\n".join([f"  {' or '.join(pin.label for pin in alternatives)}", *reasons]))
-            wanted.append(alternatives[0].archive)
-    if failures:
-        raise BuildError(
-            "these sources could not be obtained:\n"
-            + "\n".join(failures)
-            + "\nAny of these helps:\n"
-            + f"  put {', '.join(wanted)} or the unpacked trees into a folder and set {SOURCES_VARIABLE} to it;\n"
-            + "  on Debian, install apt and debian-archive-keyring, and let apt reach a mirror;\n"
-            + "  install git and let it reach the upstream repositories."
-        )
+            missing[name] = alternatives
+    if missing:
+        raise BuildError(_nothing_helped(missing, reasons))
     return sources
+
+
+def _nothing_helped(missing: Mapping[str, Sequence[Pin]], reasons: Mapping[str, Mapping[str, str]]) -> str:
+    lines = ["these sources could not be obtained:"]
+    lines += [f"  {' or '.join(pin.label for pin in alternatives)}" for alternatives in missing.values()]
+    lines += ["What was tried, in this order:"]
+    for way, by_name in reasons.items():
+        said = {name: by_name[name] for name in missing}
+        if len(set(said.values())) == 1:
+            lines.append(f"  {way}: {next(iter(said.values()))}")
+        else:
+            lines += [f"  {way}, {name}: {reason}" for name, reason in said.items()]
+    lines += ["Any of these helps:", f"  set {SOURCES_VARIABLE} to a folder that holds, packed or unpacked,"]
+    lines += [f"    {alternatives[0].archive}" for alternatives in missing.values()]
+    lines += ["  on Debian, install apt and debian-archive-keyring, and let apt reach a mirror"]
+    lines += ["  install git and let it reach the upstream repositories"]
+    return "\n".join(lines)
 
 
 # --- compiler and tools ----------------------------------------------------------------------------------------------
@@ -813,7 +833,9 @@ def ensure(jobs: int | None = None, verbose: bool = True) -> Built:
         for folder in ("built", "downloads", "locks", "logs", "work"):
             (cache / folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise BuildError(f"the build cache {cache} cannot be written ({error.strerror}); set {CACHE_VARIABLE}") from error
+        raise BuildError(
+            f"the build cache {cache} cannot be written ({error.strerror}); set {CACHE_VARIABLE}"
+        ) from error
     with _locked(cache / "locks" / key) as alone:
         if built := load(product):
             return built
@@ -950,7 +972,9 @@ def _build(compiler: Compiler, key: str, cache: Path, work: Path, jobs: int, say
 
 def _logged(command: Sequence[str], environment: Mapping[str, str], log: Path, step: str) -> None:
     with log.open("ab") as output:
-        code = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output).returncode
+        code = subprocess.run(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+        ).returncode
     if code:
         tail = "\n".join(log.read_text("utf-8", "replace").splitlines()[-30:])
         raise BuildError(f"the XNNPACK {step} failed with status {code}; the end of {log}:\n{tail}")
@@ -979,7 +1003,7 @@ def _collect(
     trees: Mapping[str, Path],
     applied: Iterable[Any],
 ) -> Path:
-    """Gather headers, archives, licences and facts into one folder; build-info.json comes last and makes it complete."""
+    """Gather headers, archives, licences and facts into a folder; build-info.json comes last and makes it complete."""
     build, finished = work / "build", work / "product"
     for folder in ("include/xnnpack", "lib", "licenses"):
         (finished / folder).mkdir(parents=True)

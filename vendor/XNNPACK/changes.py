@@ -1,15 +1,15 @@
 """The project's corrections of the pinned sources: pristine trees come in, corrected trees go out.
 
-Each correction is a row of CHANGES and says how many files and places it must hit. A row that hits any other number stops
-the build, because then the sources are not the ones the correction was written for and its effect is unknown.
+Each correction is a row of CHANGES and says how many files and places it must hit. A row that hits any other number
+stops the build, because then the sources are not the ones the correction was written for and its effect is unknown.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Mapping, Sequence
 
 
 class ChangeError(RuntimeError):
@@ -99,8 +99,8 @@ CHANGES: tuple[Change, ...] = (
     Change(
         name="amx-gate",
         component="xnnpack",
-        why="The AMX kernels are left out for gcc before 13 and clang before 15 without a word, though gcc 12 compiles them. "
-        "The compiler is asked instead of its version.",
+        why="The AMX kernels are left out for gcc before 13 and clang before 15 without a word, though gcc 12 compiles "
+        "them. The compiler is asked instead of its version.",
         glob="CMakeLists.txt",
         pattern=_gate("XNNPACK_ENABLE_AVX512AMX"),
         replacement=_probe("XNNPACK_ENABLE_AVX512AMX", f"{_AVX512} -mamx-tile -mamx-int8", _AMX_PROBE),
@@ -120,10 +120,10 @@ CHANGES: tuple[Change, ...] = (
     Change(
         name="amx-igemm-single-row",
         component="xnnpack",
-        why="For a one-row tile the AMX indirect GEMM reads its tile at a0 but advances a15, so with more than 64 input "
-        "channels the last output pixel repeats the first 64. Upstream corrected it in 7a161070f3.",
+        why="For a one-row tile the AMX indirect GEMM reads at a0 but advances a15, so with more than 64 input "
+        "channels the last output pixel is made of the first 64 over and over. Upstream corrected it in 7a161070f3.",
         glob="src/*-igemm/gen/*avx512amx*.c",
-        pattern=r"(if \(mr == 1\)\s*\{\s*while \([^)]*\([^)]*\)\) \{\s*_tile_loadd\(4, a0, 64\);[^\n]*\n\s*)a15 \+= 64;",
+        pattern=r"(if \(mr == 1\)\s*\{\s*while \([^\n]*\{\s*_tile_loadd\(4, a0, 64\);[^\n]*\n\s*)a15 \+= 64;",
         replacement=r"\1a0 += 64;",
         files=14,
         places=14,
@@ -131,8 +131,8 @@ CHANGES: tuple[Change, ...] = (
     Change(
         name="fp16-second-vector-store",
         component="xnnpack",
-        why="Tiles of 64 columns store their second vector of 32 numbers one number after the first instead of 32 after it, "
-        "so 63 of every 64 columns are wrong. Upstream corrected it in 7bdbcd67fb.",
+        why="Tiles of 64 columns store their second vector of 32 numbers one number after the first instead of 32, so "
+        "63 of every 64 columns are wrong. Upstream corrected it in 7bdbcd67fb.",
         glob="src/f16-*gemm/gen/*x64-minmax-avx512fp16-broadcast.c",
         pattern=r"(_mm512_storeu_ph\(\(uint16_t\*\) c(\d+) \+ )1(, vacc\2x1\);)",
         replacement=r"\g<1>32\3",
@@ -142,8 +142,8 @@ CHANGES: tuple[Change, ...] = (
     Change(
         name="spin-wait",
         component="pthreadpool",
-        why="Workers turn a million times round a pause before they sleep. When another process holds one of the cores, "
-        "every parallel step waits for that: hundreds of milliseconds instead of three. The number has no #ifndef.",
+        why="Workers turn a million times round a pause before they sleep. When another process holds one of the "
+        "cores, every parallel step waits for that: hundreds of milliseconds, not three. The number has no #ifndef.",
         glob="src/threadpool-common.h",
         pattern=r"^(#define PTHREADPOOL_SPIN_WAIT_ITERATIONS) 1000000$",
         replacement=r"\1 2000",
