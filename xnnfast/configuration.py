@@ -1,0 +1,44 @@
+"""What this installation was built from, and what it finds on this machine."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import numpy as np
+
+from .limits import allowed_cpus
+
+try:
+    __version__ = version("xnnfast")
+except PackageNotFoundError:
+    __version__ = "0+unknown"
+
+
+def config() -> dict[str, Any]:
+    """Versions, the pinned libraries, the kernels that were compiled in, and those this CPU selects.
+
+    Returns
+    -------
+    dict
+        ``xnnfast``, ``python``, ``numpy``, ``machine``: versions and architecture; ``pin``: one entry per
+        vendored library; ``changes``: the project's corrections to them; ``families``: compiled kernel
+        families; ``isa``: instruction sets that XNNPACK selects here; ``cpus``, ``cpus_reason``: how many
+        CPUs this process may use, and why.
+    """
+    from ._generated.build_info import INFO
+    from ._runtime import isa
+
+    cpus = allowed_cpus()
+    return {
+        "xnnfast": __version__,
+        "python": sys.version.split()[0],
+        "numpy": np.__version__,
+        "machine": platform.machine(),
+        **{key: value for key, value in INFO.items() if key not in ("key",)},
+        "isa": isa(),
+        "cpus": cpus.count,
+        "cpus_reason": cpus.reason,
+    }

@@ -1,0 +1,307 @@
+"""From a Graph to what the engine is given: dead nodes dropped, limits folded, compound kinds taken apart.
+
+In comes a validated Graph; out goes a :class:`Lowered` graph in which every node is one call of
+XNNPACK's subgraph API with no surprise in it. The engine's own rewriting (operator fusion) stays
+switched off, because in this version it writes a fused clamp's limits over the producer's padding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from ._graph import Graph, Node, Value
+from .errors import GraphError
+from .ops import OPS
+from .quantization import PerToken
+
+KEEP_DIMS = 0x40
+TRANSPOSE_B = 0x01
+
+#: Producers whose own output limits can take over a following Clamp. Binary operators are not among
+#: them: in this version of XNNPACK their limits are a separate pass, exactly like a Clamp node.
+FOLDS_CLAMP = frozenset(
+    ("fully_connected", "conv2d", "depthwise_conv2d", "conv_transpose2d", "average_pooling2d", "max_pooling2d")
+)
+BINARY_WITH_LIMITS = frozenset(("add", "subtract", "multiply", "divide"))
+
+
+class Lowered:
+    """Values and nodes as they are defined in an XNNPACK subgraph.
+
+    Attributes
+    ----------
+    graph : Graph
+        Where it came from; keeps the constants alive.
+    values : dict of int to Value
+        By value id. Ids of values that lowering made are negative.
+    nodes : list of Node
+        In running order; ``node.index`` is still the index of the file's node it came from.
+    inputs, outputs : tuple of int
+        Value ids in the order of ``graph.inputs`` and ``graph.outputs``. A value that is input and
+        output at once has an extra value and a copy.
+    scratch : tuple of int
+        Outputs that nobody asked for but the engine must be able to write (argmax indices).
+    broadcasts : tuple of (int, int, int)
+        Operand, operand and output ids of every binary node: where a change of broadcasting makes the
+        engine's in-place plan stale.
+    dropped : tuple of int
+        Indices of the nodes that lead to no output.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.values: dict[int, Value] = {value.id: value for value in graph.values}
+        self.nodes: list[Node] = []
+        self.inputs: tuple[int, ...] = tuple(value.id for value in graph.inputs)
+        self.outputs: tuple[int, ...] = ()
+        self.scratch: tuple[int, ...] = ()
+        self.broadcasts: tuple[tuple[int, int, int], ...] = ()
+        self.dropped: tuple[int, ...] = ()
+        self._next = -1
+
+    def value(self, id: int) -> Value:
+        return self.values[id]
+
+    def new_value(self, datatype: str, shape: Iterable[int], quantization: object = None) -> int:
+        """The id of a new internal value."""
+        id = self._next
+        self._next -= 1
+        self.values[id] = Value(id, datatype, tuple(shape), quantization=quantization)
+        return id
+
+    def like(self, id: int, shape: Iterable[int] | None = None) -> int:
+        """The id of a new internal value with the type of another."""
+        value = self.values[id]
+        return self.new_value(value.datatype, value.shape if shape is None else shape, value.quantization)
+
+
+def lower(graph: Graph) -> Lowered:
+    """The lowered form of a graph, made once and kept with it."""
+    lowered = graph.caches.get("lowered")
+    if lowered is None:
+        lowered = graph.caches["lowered"] = _lower(graph)
+    return lowered
+
+
+def _lower(graph: Graph) -> Lowered:
+    result = Lowered(graph)
+    live = _live_nodes(graph)
+    result.dropped = tuple(sorted(node.index for node in graph.nodes if node not in live))
+    nodes = [node for node in graph.nodes if node in live]
+    nodes = _expand_dynamic_inputs(result, nodes)
+    nodes = [made for node in nodes for made in _expand(result, node)]
+    nodes = _fold_clamps(result, nodes)
+    nodes = _split_limits(result, nodes)
+    result.nodes = nodes
+    _pass_through(result)
+    _argmax_indices(result)
+    result.broadcasts = tuple(
+        (node.inputs[0], node.inputs[1], node.outputs[0])
+        for node in result.nodes
+        if len(node.inputs) == 2 and node.op.call == "xnn_define_binary"
+    )
+    used = {id for node in result.nodes for id in (*node.inputs, *node.outputs) if id is not None}
+    used.update(result.inputs, result.outputs)
+    result.values = {id: value for id, value in result.values.items() if id in used}
+    return result
+
+
+def _live_nodes(graph: Graph) -> set[Node]:
+    # A chain of dead nodes makes the engine abort() the process.
+    wanted = [value.id for value in graph.outputs]
+    live: set[Node] = set()
+    while wanted:
+        node = graph.producers.get(wanted.pop())
+        if node is not None and node not in live:
+            live.add(node)
+            wanted.extend(id for id in node.inputs if id is not None)
+    return live
+
+
+def _expand_dynamic_inputs(result: Lowered, nodes: list[Node]) -> list[Node]:
+    """XN00's dq_datatype: the external float value is quantized per row before any consumer sees it."""
+    quantized: dict[int, int] = {}
+    converts = []
+    for value in result.graph.values:
+        if value.dq_datatype is None:
+            continue
+        new = result.new_value("qdint8", value.shape, PerToken(1))
+        quantized[value.id] = new
+        consumer = next((node.index for node in nodes if value.id in node.inputs), -1)
+        converts.append(Node(OPS["convert"], (value.id,), (new,), index=consumer))
+    if not quantized:
+        return nodes
+    renamed = [node.replace(inputs=tuple(quantized.get(id, id) for id in node.inputs)) for node in nodes]
+    return converts + renamed
+
+
+def _expand(result: Lowered, node: Node) -> list[Node]:
+    name = node.op.name
+    if name == "scaled_dot_product_attention":
+        return _expand_attention(result, node)
+    if name == "global_average_pooling2d":
+        return _expand_global_pooling(result, node)
+    if name == "static_slice":
+        return [_free_full_slices(result, node)]
+    if name == "static_reshape":
+        return [_free_reshape(result, node)]
+    return [node]
+
+
+def _expand_attention(result: Lowered, node: Node) -> list[Node]:
+    # The engine's own operator is gone from newer versions; its parts are not.
+    query, key, value, scale, mask = node.inputs
+    output = node.outputs[0]
+    made: list[Node] = []
+
+    def emit(name: str, inputs: tuple[int, ...], shape: tuple[int, ...], **fields: object) -> int:
+        out = fields.pop("output", None)
+        if out is None:
+            out = result.like(query, shape)
+        made.append(node.replace(op=OPS[name], inputs=inputs, outputs=(out,), attrs=fields.pop("attrs", {}), clamp=None, flags=fields.pop("flags", 0)))
+        return out
+
+    q_shape = result.value(query).shape
+    rank = len(q_shape)
+    for_keys = []
+    for id in (key, value):
+        shape = result.value(id).shape
+        if len(shape) == rank - 1:
+            # Without this axis, a three-dimensional key would broadcast its batch against the heads.
+            axis = rank - 3
+            id = emit("static_expand_dims", (id,), shape[:axis] + (1,) + shape[axis:], attrs={"new_axes": (axis,)})
+        for_keys.append(id)
+    key, value = for_keys
+    scores = q_shape[:-1] + (result.value(key).shape[-2],)
+    scaled = emit("multiply", (query, scale), q_shape)
+    logits = emit("batch_matrix_multiply", (scaled, key), scores, flags=TRANSPOSE_B)
+    masked = emit("add", (logits, mask), scores)
+    weights = emit("softmax", (masked,), scores)
+    emit("batch_matrix_multiply", (weights, value), result.value(output).shape, output=output)
+    if node.clamp is not None:
+        made[-1] = made[-1].replace(clamp=node.clamp)
+    return made
+
+
+def _expand_global_pooling(result: Lowered, node: Node) -> list[Node]:
+    source, output = node.inputs[0], node.outputs[0]
+    keep = len(result.value(output).shape) == len(result.value(source).shape)
+    # Older files leave the flag out; the declared rank tells what they meant.
+    return [
+        node.replace(
+            op=OPS["static_reduce"], attrs={"reduction_axes": (-3, -2)}, flags=KEEP_DIMS if keep else 0
+        )
+    ]
+
+
+def _free_full_slices(result: Lowered, node: Node) -> Node:
+    # A slice that takes a whole axis follows that axis; the engine would silently drop the rows beyond.
+    shape = result.value(node.inputs[0]).shape
+    offsets, sizes = node.attrs["offsets"], node.attrs["sizes"]
+    freed = tuple(0 if o == 0 and s == dim else s for o, s, dim in zip(offsets, sizes, shape))
+    return node if freed == sizes else node.replace(attrs={"offsets": offsets, "sizes": freed})
+
+
+def _free_reshape(result: Lowered, node: Node) -> Node:
+    # A reshape that keeps the first axis follows it. The row of this operator checks the other
+    # axes itself: with a plain inferred dimension a change of height would slide into the batch.
+    shape = result.value(node.inputs[0]).shape
+    new = node.attrs["new_shape"]
+    declared = result.value(node.outputs[0]).shape
+    if not shape or not declared or declared[0] != shape[0] or math.prod(shape[1:]) != math.prod(declared[1:]):
+        return node
+    if any(dim == 0 for dim in new[1:]) or 0 in shape:
+        return node
+    return node.replace(op=OPS["static_reshape_rows"], attrs={"new_shape": (0, *declared[1:])})
+
+
+def _intersect(a: tuple[float, float] | None, b: tuple[float, float] | None) -> tuple[float, float] | None:
+    if a is None or b is None:
+        return a if b is None else b
+    return max(a[0], b[0]), min(a[1], b[1])
+
+
+def _unlimited(clamp: tuple[float, float] | None) -> bool:
+    return clamp is None or (clamp[0] == -math.inf and clamp[1] == math.inf)
+
+
+def _fold_clamps(result: Lowered, nodes: list[Node]) -> list[Node]:
+    """Give a Clamp's limits to the node before it, where that node can apply them in its own pass."""
+    consumers: dict[int, int] = {}
+    for node in nodes:
+        for id in node.inputs:
+            if id is not None:
+                consumers[id] = consumers.get(id, 0) + 1
+    place = {node.outputs[0]: i for i, node in enumerate(nodes)}
+    folded: list[Node | None] = list(nodes)
+    for i, node in enumerate(nodes):
+        if node.op.name != "clamp":
+            continue
+        source = result.value(node.inputs[0])
+        target = result.value(node.outputs[0])
+        before = place.get(source.id)
+        producer = folded[before] if before is not None else None
+        if (
+            producer is None
+            or producer.op.name not in FOLDS_CLAMP
+            or consumers[source.id] != 1
+            or source.is_output
+            or source.datatype != target.datatype
+            or source.quantization != target.quantization
+        ):
+            continue
+        limits = _intersect(producer.clamp, node.clamp)
+        # Limits that exclude each other are legal one after the other, not as one interval.
+        if limits is not None and not limits[0] < limits[1]:
+            continue
+        folded[before] = None
+        folded[i] = producer.replace(clamp=limits, outputs=node.outputs)
+        place[target.id] = i
+    return [node for node in folded if node is not None]
+
+
+def _split_limits(result: Lowered, nodes: list[Node]) -> list[Node]:
+    """A Clamp node after every node with limits that the call itself can't apply."""
+    made = []
+    for node in nodes:
+        if _unlimited(node.clamp) or node.op.name == "clamp" or node.op.name in FOLDS_CLAMP:
+            made.append(node)
+            continue
+        output = node.outputs[0]
+        free = result.like(output)
+        made.append(node.replace(outputs=(free, *node.outputs[1:]), clamp=None))
+        made.append(Node(OPS["clamp"], (free,), (output,), clamp=node.clamp, index=node.index, debug_handle=node.debug_handle))
+    return made
+
+
+def _pass_through(result: Lowered) -> None:
+    """An input that is an output too is copied: the engine would leave the output's memory unwritten."""
+    outputs = []
+    for value in result.graph.outputs:
+        if value.is_input or value.id in outputs:
+            copy = result.like(value.id)
+            result.nodes.append(Node(OPS["copy"], (value.id,), (copy,)))
+            outputs.append(copy)
+        else:
+            outputs.append(value.id)
+    result.outputs = tuple(outputs)
+
+
+def _argmax_indices(result: Lowered) -> None:
+    # An internal index that nobody reads crashes the engine: it gets memory of its own, as an output.
+    consumed = {id for node in result.nodes for id in node.inputs}
+    scratch = []
+    for node in result.nodes:
+        if node.op.name == "argmax_pooling2d":
+            index = node.outputs[1]
+            if index not in result.outputs:
+                if index in consumed:
+                    raise GraphError(
+                        f"{node.where}: its index output (value {index}) feeds another node; XNNPACK writes it as "
+                        "uint32 into a value declared as float, which no other operator can read",
+                        node=node.index,
+                        value=index,
+                    )
+                scratch.append(index)
+    result.scratch = tuple(scratch)
