@@ -12,6 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Shape = tuple[int, ...]
+#: An input's shape is None where it is absent. Rules that read an optional input test for that.
+Shapes = Sequence[Any]
+#: check(node, input values, output values)
+Check = Callable[[Any, Sequence[Any], Sequence[Any]], None]
 
 
 class Refusal(Exception):
@@ -46,13 +50,13 @@ class Op:
     call: str
     args: str
     #: shape(node, input shapes) -> output shapes; raises Refusal. All geometry rules live there.
-    shape: Callable[[Any, Sequence[Shape | None]], list[Shape]]
+    shape: Callable[[Any, Shapes], list[Shape]]
     #: Legal combinations of datatypes: inputs then outputs, "-" for an absent optional input.
     datatypes: tuple[tuple[str, ...], ...] = ()
     #: check(node, input values, output values): rules of quantization beyond the combination.
-    check: Callable[[Any, Sequence[Any], Sequence[Any]], None] | None = None
-    #: Bits that the node's flags may have.
-    flags: int = 0
+    check: Check | None = None
+    #: Bits that the node's flags may have; -1 = forgotten, which stops the build.
+    flags: int = -1
     #: One line for the documentation: what it computes.
     doc: str = ""
     #: What this XNNPACK does with NaN and infinities, one line.
@@ -62,7 +66,7 @@ class Op:
     #: Fields of the schema's table that this kind has no use for (the table serves several kinds).
     unused: tuple[str, ...] = ()
     #: normalize(node, input shapes, declared output shapes) -> node: spells out what a file may leave open.
-    normalize: Callable[[Any, Sequence[Shape | None], Sequence[Shape]], Any] | None = None
+    normalize: Callable[[Any, Shapes, Sequence[Shape]], Any] | None = None
     # Derived from args.
     inputs: tuple[str, ...] = field(init=False)
     optional: frozenset[str] = field(init=False)
@@ -71,7 +75,10 @@ class Op:
     takes_clamp: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        inputs, outputs, attrs, optional = [], [], [], set()
+        inputs: list[str] = []
+        outputs: list[str] = []
+        attrs: list[str] = []
+        optional = set()
         for token in self.args.split():
             if token.startswith("@"):
                 name = token[1:].rstrip("?")

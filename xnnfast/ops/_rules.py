@@ -7,6 +7,9 @@ from typing import Any
 
 from ._row import Refusal, Shape
 
+#: The XNNPACK that these rows describe, for messages.
+ENGINE = "XNNPACK 4ea82e5"
+
 #: XNNPACK keeps at most this many dimensions of a value.
 MAX_RANK = 6
 
@@ -21,6 +24,8 @@ FLOATS = ("fp32", "fp16")
 Q8 = ("qint8", "quint8")
 #: What XNNPACK can move about; the element width of other types is lost on the way.
 MOVABLE = FLOATS + Q8
+#: What can be copied in one piece.
+COPYABLE = (*MOVABLE, "bf16", "int32", "qint32")
 
 PADDING = "padding_top padding_right padding_bottom padding_left"
 CLAMP = "clamp.min clamp.max"
@@ -31,8 +36,9 @@ def same(types: Sequence[str], operands: int) -> tuple[tuple[str, ...], ...]:
     return tuple((each,) * operands for each in types)
 
 
-def plural(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
+def with_and_without_bias(*table: tuple[str, str, str, str]) -> tuple[tuple[str, ...], ...]:
+    """Combinations of input, filter, bias and output, each also with the bias absent."""
+    return tuple(row for x, weights, bias, out in table for row in ((x, weights, bias, out), (x, weights, "-", out)))
 
 
 def text(shape: Sequence[int]) -> str:
@@ -85,7 +91,7 @@ MAX_EXTENT = 1 << 16
 class Axis:
     """One spatial axis of a window that slides: names of the fields, and the arithmetic."""
 
-    __slots__ = ("axis", "before", "after", "kernel", "stride", "dilation")
+    __slots__ = ("after", "axis", "before", "dilation", "kernel", "stride")
 
     def __init__(self, axis: str, before: str, after: str, kernel: str, stride: str, dilation: str | None) -> None:
         self.axis, self.before, self.after = axis, before, after
@@ -111,14 +117,20 @@ class Axis:
         """Output size for an input size; ``real`` demands a real element in every window."""
         kernel, stride, dilation, window = self.extent(attrs)
         before, after = self.padding(attrs)
+        if size == 0:
+            raise Refusal(f"the input is 0 {self.axis}, need 1 or more")
         if same_padding:
             if before or after:
                 raise Refusal(f"{self.before} is {before} and {self.after} is {after}, "
                               "SAME padding (flag 0x4) needs both 0")
-            if size == 0:
-                return 0
             out = -(-size // stride)
-            before = max(0, (out - 1) * stride + window - size) // 2
+            total = (out - 1) * stride + window - size
+            if total < 0:
+                # Correct would be no padding; XNNPACK's unsigned arithmetic wraps around instead.
+                raise Refusal(f"SAME padding (flag 0x4) with {self.stride} {stride} over {size} {self.axis} leaves "
+                              f"{-total} behind the last window of {window}, where {ENGINE} goes wrong: "
+                              "use explicit padding of 0")
+            before = total // 2
         else:
             padded = before + size + after
             if padded < window:
@@ -126,7 +138,7 @@ class Axis:
                               f"{f', dilation {dilation}' if dilation > 1 else ''}), the padded input is {padded} "
                               f"({before} + {size} + {after})")
             out = (padded - window) // stride + 1
-        if real and size and not _touches(size, out, stride, before, kernel, dilation):
+        if real and not _touches(size, out, stride, before, kernel, dilation):
             raise Refusal(f"{self.before} {before} and {self.after} {after} make a window of padding alone: "
                           f"{self.kernel} is {kernel}, dilation {dilation}, the input is {size} {self.axis}")
         return out

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from ._row import Op, Refusal
+from typing import Any
+
+from ._row import Op, Refusal, Shape, Shapes
 from ._rules import FLOATS, rank, same, text
 
 
-def softmax_shape(node, ins):
+def softmax_shape(node: Any, ins: Shapes) -> list[Shape]:
     if not ins[0]:
         raise Refusal("input needs rank 1 or more, found a scalar")
     return [ins[0]]
 
 
-def attention_shape(node, ins):
+def attention_shape(node: Any, ins: Shapes) -> list[Shape]:
     query, key, value, scale, mask = ins
     rank("query", query, 4)
     if len(key) not in (3, 4):
@@ -39,12 +41,12 @@ def attention_shape(node, ins):
 
 OPS = (
     Op("softmax", "XNNSoftmax", "xnn_define_softmax", "@input_id @output_id flags", shape=softmax_shape,
-       datatypes=same(FLOATS, 2), doc="exp(input) / sum of exp(input), along the last axis",
+       datatypes=same(FLOATS, 2), flags=0, doc="exp(input) / sum of exp(input), along the last axis",
        nan="As in NumPy with the row's maximum subtracted: a row that holds NaN or +inf, or only -inf, is NaN; "
            "other rows are untouched."),
     Op("scaled_dot_product_attention", "XNNScaledDotProductAttention", "",
        "@query_id @key_id @value_id @scale_id @mask_id @output_id flags", shape=attention_shape,
-       datatypes=same(FLOATS, 6),
+       datatypes=same(FLOATS, 6), flags=0,
        doc="softmax((query * scale) @ key^T + mask) @ value; runs as multiply, batch_matrix_multiply, add, softmax "
            "and batch_matrix_multiply"),
 )

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
-from ._row import Op, Refusal
+from collections.abc import Sequence
+from typing import Any
+
+from ._quant import weighted
+from ._row import Op, Refusal, Shape, Shapes
 from ._rules import (
-    CLAMP, MAX_EXTENT, PADDING, SAME_PADDING, TRANSIENT_INDIRECTION_BUFFER, Axis, equal, positive, rank, text,
+    CLAMP,
+    PADDING,
+    SAME_PADDING,
+    TRANSIENT_INDIRECTION_BUFFER,
+    Axis,
+    equal,
+    positive,
+    rank,
+    text,
+    with_and_without_bias,
 )
 
 KERNEL = "kernel_height kernel_width"
@@ -15,7 +28,8 @@ HEIGHT = Axis("high", "padding_top", "padding_bottom", "kernel_height", "subsamp
 WIDTH = Axis("wide", "padding_left", "padding_right", "kernel_width", "subsampling_width", "dilation_width")
 
 
-def _operands(node, ins, filter_dims, channels_in, channels_out):
+def _operands(ins: Shapes, filter_dims: Sequence[tuple[int, str]], channels_in: tuple[int, str],
+              channels_out: int) -> None:
     x, weights, bias = ins
     rank("input", x, 4)
     rank("filter", weights, 4)
@@ -26,13 +40,15 @@ def _operands(node, ins, filter_dims, channels_in, channels_out):
         raise Refusal(f"bias is {text(bias)}, need {channels_out} (output channels)")
 
 
-def _grouped(node, ins):
+def _grouped(node: Any, ins: Shapes) -> int:
     """Operands of a plain or transposed convolution; output channels."""
     attrs = node.attrs
     positive(attrs, "groups", "group_input_channels", "group_output_channels")
-    groups, each_in, each_out = attrs["groups"], attrs["group_input_channels"], attrs["group_output_channels"]
+    groups: int = attrs["groups"]
+    each_in: int = attrs["group_input_channels"]
+    each_out: int = attrs["group_output_channels"]
     _operands(
-        node, ins,
+        ins,
         ((groups * each_out, "groups * group_output_channels"), (attrs["kernel_height"], "kernel_height"),
          (attrs["kernel_width"], "kernel_width"), (each_in, "group_input_channels")),
         (groups * each_in, "groups * group_input_channels"), groups * each_out,
@@ -40,7 +56,7 @@ def _grouped(node, ins):
     return groups * each_out
 
 
-def conv2d_shape(node, ins):
+def conv2d_shape(node: Any, ins: Shapes) -> list[Shape]:
     channels = _grouped(node, ins)
     n, height, width, _ = ins[0]
     same_padding = node.flags & SAME_PADDING
@@ -48,7 +64,7 @@ def conv2d_shape(node, ins):
              WIDTH.size(node.attrs, width, same_padding, real=False), channels)]
 
 
-def depthwise_shape(node, ins):
+def depthwise_shape(node: Any, ins: Shapes) -> list[Shape]:
     attrs = node.attrs
     positive(attrs, "groups", "group_input_channels", "group_output_channels")
     channels, each_in, each_out = attrs["groups"], attrs["group_input_channels"], attrs["group_output_channels"]
@@ -56,7 +72,7 @@ def depthwise_shape(node, ins):
         raise Refusal(f"group_output_channels is {each_out}, need a multiple of group_input_channels {each_in}")
     outputs = channels * (each_out // each_in)
     _operands(
-        node, ins,
+        ins,
         ((1, "what a depthwise filter needs"), (attrs["kernel_height"], "kernel_height"),
          (attrs["kernel_width"], "kernel_width"), (outputs, "groups * depth multiplier")),
         (channels, "groups"), outputs,
@@ -67,22 +83,22 @@ def depthwise_shape(node, ins):
              WIDTH.size(attrs, width, same_padding, real=False), outputs)]
 
 
-def _transposed_size(axis, attrs, size, adjustment):
-    kernel, stride, dilation, window = axis.extent(attrs)
+def _transposed_size(axis: Axis, attrs: Any, size: int, adjustment: str) -> int:
+    _, stride, _, window = axis.extent(attrs)
     before, after = axis.padding(attrs)
     extra = attrs[adjustment]
     if extra >= stride:
         raise Refusal(f"{adjustment} is {extra}, need less than {axis.stride} {stride}")
     if size == 0:
-        return 0
-    out = stride * (size - 1) + extra + window - before - after
+        raise Refusal(f"the input is 0 {axis.axis}, need 1 or more")
+    out: int = stride * (size - 1) + extra + window - before - after
     if out <= 0:
         raise Refusal(f"the output would be {out} {axis.axis}: {axis.stride} {stride} * ({size} - 1) + {adjustment} "
                       f"{extra} + window {window} - padding {before} - {after}")
     return out
 
 
-def conv_transpose2d_shape(node, ins):
+def conv_transpose2d_shape(node: Any, ins: Shapes) -> list[Shape]:
     channels = _grouped(node, ins)
     n, height, width, _ = ins[0]
     return [(n, _transposed_size(HEIGHT, node.attrs, height, "adjustment_height"),
@@ -100,27 +116,29 @@ _FIXED = (
 _DYNAMIC = ("qdint8", "qcint8", "fp32", "fp32")
 
 
-def _types(*rows):
-    return tuple(row for x, weights, bias, out in rows for row in ((x, weights, bias, out), (x, weights, "-", out)))
-
+_CHECK = weighted(lambda node: 0, 3)
+_CHECK_DEPTHWISE = weighted(lambda node: 3, 3)
 
 OPS = (
     Op("conv2d", "XNNConv2d", "xnn_define_convolution_2d",
        # The schema's order is in, out, groups; C's is groups, in, out.
        f"{PADDING} {KERNEL} {STRIDE} {DILATION} groups group_input_channels group_output_channels {OPERANDS}",
-       shape=conv2d_shape, datatypes=_types(*_FIXED, _DYNAMIC, ("qdint8", "qcint8", "fp32", "fp16")),
+       shape=conv2d_shape, check=_CHECK,
+       datatypes=with_and_without_bias(*_FIXED, _DYNAMIC, ("qdint8", "qcint8", "fp32", "fp16")),
        flags=SAME_PADDING | TRANSIENT_INDIRECTION_BUFFER, packed=(1, 2),
        unused=("adjustment_height", "adjustment_width"),
        doc="convolution of NHWC input with an [out, h, w, in / groups] filter"),
     Op("depthwise_conv2d", "XNNDepthwiseConv2d", "xnn_define_depthwise_convolution_2d",
        f"{PADDING} {KERNEL} {STRIDE} {DILATION} group_output_channels/group_input_channels groups {OPERANDS}",
-       shape=depthwise_shape, datatypes=_types(*_FIXED), flags=SAME_PADDING | TRANSIENT_INDIRECTION_BUFFER,
-       packed=(1, 2), unused=("adjustment_height", "adjustment_width"),
+       shape=depthwise_shape, check=_CHECK_DEPTHWISE, datatypes=with_and_without_bias(*_FIXED),
+       flags=SAME_PADDING | TRANSIENT_INDIRECTION_BUFFER, packed=(1, 2),
+       unused=("adjustment_height", "adjustment_width"),
        doc="convolution of each channel by itself with a [1, h, w, channels * multiplier] filter"),
     Op("conv_transpose2d", "XNNConvTranspose2d", "xnn_define_deconvolution_2d",
        # The adjustment comes before the kernel in C, last in the schema.
        f"{PADDING} adjustment_height adjustment_width {KERNEL} {STRIDE} {DILATION}"
        f" groups group_input_channels group_output_channels {OPERANDS}",
-       shape=conv_transpose2d_shape, datatypes=_types(*_FIXED, _DYNAMIC), packed=(1, 2),
+       shape=conv_transpose2d_shape, check=_CHECK, datatypes=with_and_without_bias(*_FIXED, _DYNAMIC), flags=0,
+       packed=(1, 2),
        doc="transposed convolution (deconvolution) with an [out, h, w, in / groups] filter"),
 )

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
-from ._row import Op, Refusal
-from ._rules import CLAMP, RESHAPE_2D, TRANSPOSE_B, TRANSPOSE_WEIGHTS, broadcast, rank, text
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+from ._quant import channel_axis, constant, tokens, weighted
+from ._row import Op, Refusal, Shape, Shapes
+from ._rules import (
+    CLAMP,
+    ENGINE,
+    RESHAPE_2D,
+    TRANSPOSE_B,
+    TRANSPOSE_WEIGHTS,
+    broadcast,
+    rank,
+    text,
+    with_and_without_bias,
+)
 
 
-def fully_connected_shape(node, ins):
+def fully_connected_shape(node: Any, ins: Shapes) -> list[Shape]:
     x, weights, bias = ins
     rank("filter", weights, 2)
     inner, outer = weights if node.flags & TRANSPOSE_WEIGHTS else weights[::-1]
+    if not inner or not outer:
+        raise Refusal(f"filter is {text(weights)}, need dims of 1 or more")
     if not x:
         raise Refusal("input needs rank 1 or more, found a scalar")
     if x[-1] != inner:
@@ -18,14 +35,11 @@ def fully_connected_shape(node, ins):
     if bias is not None and bias != (outer,):
         raise Refusal(f"bias is {text(bias)}, need {outer} (output channels)")
     if node.flags & RESHAPE_2D:
-        rows = 1
-        for dim in x[:-1]:
-            rows *= dim
-        return [(rows, outer)]
-    return [x[:-1] + (outer,)]
+        return [(prod(x[:-1]), outer)]
+    return [(*x[:-1], outer)]
 
 
-def batch_matrix_multiply_shape(node, ins):
+def batch_matrix_multiply_shape(node: Any, ins: Shapes) -> list[Shape]:
     a, b = ins
     for name, shape in (("input1", a), ("input2", b)):
         if len(shape) < 2:
@@ -34,7 +48,9 @@ def batch_matrix_multiply_shape(node, ins):
     if a[-1] != inner:
         raise Refusal(f"input1 dim {len(a) - 1} is {a[-1]}, input2 dim "
                       f"{len(b) - (1 if node.flags & TRANSPOSE_B else 2)} is {inner}")
-    return [broadcast(a[:-2], b[:-2]) + (a[-2], columns)]
+    if not inner:
+        raise Refusal(f"input1 dim {len(a) - 1} is 0, need 1 or more to sum over")
+    return [(*broadcast(a[:-2], b[:-2]), a[-2], columns)]
 
 
 _FC = (
@@ -50,17 +66,27 @@ _FC = (
 )
 
 
-def with_and_without_bias(table):
-    return tuple(row for x, weights, bias, out in table for row in ((x, weights, bias, out), (x, weights, "-", out)))
+def batch_matrix_multiply_check(node: Any, ins: Sequence[Any], outs: Sequence[Any]) -> None:
+    a, b = ins
+    if b.datatype != "qcint8":
+        return
+    constant(node, 1, b)
+    tokens(node, a, 1)
+    channel_axis("input2", b, len(b.shape) - (2 if node.flags & TRANSPOSE_B else 1))
+    if prod(b.shape[:-2]) > 1:
+        # XNNPACK takes the scales of later matrices from behind the end of the array.
+        raise Refusal(f"input2 is {text(b.shape)}, {ENGINE} takes a single matrix of qcint8")
 
 
 OPS = (
     Op("fully_connected", "XNNFullyConnected", "xnn_define_fully_connected",
        f"{CLAMP} @input1_id @filter_id @bias_id? @output_id flags", shape=fully_connected_shape,
-       datatypes=with_and_without_bias(_FC), flags=TRANSPOSE_WEIGHTS | RESHAPE_2D, packed=(1, 2),
+       check=weighted(lambda node: node.flags & TRANSPOSE_WEIGHTS, 1, dynamic=True),
+       datatypes=with_and_without_bias(*_FC), flags=TRANSPOSE_WEIGHTS | RESHAPE_2D, packed=(1, 2),
        doc="input @ filter^T + bias over the last axis; filter is [out, in], or [in, out] with flag 0x1"),
     Op("batch_matrix_multiply", "XNNBatchMatrixMultiply", "xnn_define_batch_matrix_multiply",
        "@input1_id @input2_id @output_id flags", shape=batch_matrix_multiply_shape,
+       check=batch_matrix_multiply_check,
        datatypes=(("fp32", "fp32", "fp32"), ("fp16", "fp16", "fp16"), ("qdint8", "qcint8", "fp32")),
        flags=TRANSPOSE_B, packed=(1,),
        doc="input1 @ input2 over the last two axes, the others broadcast; flag 0x1 transposes input2"),

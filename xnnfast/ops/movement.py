@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
+from typing import Any
 
-from ._row import Op, Refusal
+from ._quant import same_pairs
+from ._row import Op, Refusal, Shape, Shapes
 from ._rules import (
-    ALIGN_CORNERS, KEEP_DIMS, LEGACY_MODE, MAX_PADDING, MAX_RANK, MOVABLE, TRANSIENT_INDIRECTION_BUFFER, rank, same,
+    ALIGN_CORNERS,
+    COPYABLE,
+    KEEP_DIMS,
+    LEGACY_MODE,
+    MAX_PADDING,
+    MAX_RANK,
+    MOVABLE,
+    TRANSIENT_INDIRECTION_BUFFER,
+    rank,
+    same,
     text,
 )
 
 
-def _length(name, vector, shape):
+def _length(name: str, vector: Sequence[int], shape: Shape) -> None:
     if len(vector) != len(shape):
         raise Refusal(f"{name} has {len(vector)} entries, the input has rank {len(shape)} ({text(shape)})")
 
 
-def transpose_shape(node, ins):
+def transpose_shape(node: Any, ins: Shapes) -> list[Shape]:
     x, perm = ins[0], node.attrs["perm"]
     _length("perm", perm, x)
     if sorted(perm) != list(range(len(x))):
@@ -24,7 +36,7 @@ def transpose_shape(node, ins):
     return [tuple([x[axis] for axis in perm])]
 
 
-def reshape_shape(node, ins):
+def reshape_shape(node: Any, ins: Shapes) -> list[Shape]:
     x, new = ins[0], node.attrs["new_shape"]
     if len(new) > MAX_RANK:
         raise Refusal(f"new_shape has {len(new)} entries, the limit is {MAX_RANK}")
@@ -43,7 +55,18 @@ def reshape_shape(node, ins):
     return [tuple(new)]
 
 
-def slice_shape(node, ins):
+def reshape_rows_shape(node: Any, ins: Shapes) -> list[Shape]:
+    # An inferred dimension alone would let a change of any other axis slide into axis 0.
+    x, new = ins[0], node.attrs["new_shape"]
+    if not x or not new or new[0] != 0 or 0 in new[1:]:
+        raise Refusal(f"new_shape is {list(new)} and the input {text(x)}, need a 0 in place of axis 0 alone")
+    if prod(x[1:]) != prod(new[1:]):
+        raise Refusal(f"new_shape is {list(new)}: need {prod(new[1:])} elements behind axis 0, found {prod(x[1:])} "
+                      f"({text(x)})")
+    return [(x[0], *new[1:])]
+
+
+def slice_shape(node: Any, ins: Shapes) -> list[Shape]:
     x, offsets, sizes = ins[0], node.attrs["offsets"], node.attrs["sizes"]
     _length("offsets", offsets, x)
     _length("sizes", sizes, x)
@@ -59,7 +82,7 @@ def slice_shape(node, ins):
     return [tuple(out)]
 
 
-def slice_normalize(node, ins, outs):
+def slice_normalize(node: Any, ins: Shapes, outs: Sequence[Shape]) -> Any:
     """Replace a size of 0 after an offset by what is left of the dimension."""
     x, offsets, sizes = ins[0], node.attrs["offsets"], node.attrs["sizes"]
     _length("offsets", offsets, x)
@@ -69,7 +92,7 @@ def slice_normalize(node, ins, outs):
     return node if spelled == tuple(sizes) else node.replace(attrs={**node.attrs, "sizes": spelled})
 
 
-def pad_shape(node, ins):
+def pad_shape(node: Any, ins: Shapes) -> list[Shape]:
     x, before, after = ins[0], node.attrs["pre_paddings"], node.attrs["post_paddings"]
     _length("pre_paddings", before, x)
     _length("post_paddings", after, x)
@@ -80,7 +103,7 @@ def pad_shape(node, ins):
     return [tuple([dim + pre + post for dim, pre, post in zip(x, before, after)])]
 
 
-def resize_shape(node, ins):
+def resize_shape(node: Any, ins: Shapes) -> list[Shape]:
     x, height, width = ins[0], node.attrs["new_height"], node.attrs["new_width"]
     rank("input", x, 4)
     if node.flags & LEGACY_MODE and node.flags & ALIGN_CORNERS:
@@ -88,17 +111,18 @@ def resize_shape(node, ins):
     for name, size in (("new_height", height), ("new_width", width)):
         if not 0 < size < 1 << 24:
             raise Refusal(f"{name} is {size}, need 1 to {(1 << 24) - 1}")
-    if not all(x[1:3]) and x[0] and x[3]:
-        raise Refusal(f"input needs a height and width of 1 or more, found {text(x)}")
+    for axis in (1, 2):
+        if not 0 < x[axis] < 1 << 24:
+            raise Refusal(f"input dim {axis} is {x[axis]}, need 1 to {(1 << 24) - 1}")
     return [(x[0], height, width, x[3])]
 
 
-def signed_axis(axis):
+def signed_axis(axis: int) -> int:
     """An axis as C reads it: a negative one stands in the file's unsigned field as 2**32 more."""
     return axis - (1 << 32) if axis >= 1 << 31 else axis
 
 
-def concatenate_shape(node, ins):
+def concatenate_shape(node: Any, ins: Shapes) -> list[Shape]:
     first = ins[0]
     axis = signed_axis(node.attrs["axis"])
     if not -len(first) <= axis < len(first):
@@ -113,19 +137,20 @@ def concatenate_shape(node, ins):
             if place != axis and dim != need:
                 raise Refusal(f"input{number} dim {place} is {dim}, input1 dim {place} is {need}")
         total += other[axis]
-    return [first[:axis] + (total,) + first[axis + 1:]]
+    return [(*first[:axis], total, *first[axis + 1:])]
 
 
-def reduce_shape(node, ins):
+def reduce_shape(node: Any, ins: Shapes) -> list[Shape]:
     x = ins[0]
-    axes = {axis + len(x) if axis < 0 else axis for axis in node.attrs["axes"]}
-    if len(axes) != len(node.attrs["axes"]) or not axes <= set(range(len(x))):
-        raise Refusal(f"axes are {list(node.attrs['axes'])}, need different axes of rank {len(x)} ({text(x)})")
+    given = node.attrs["reduction_axes"]
+    axes = {axis + len(x) if axis < 0 else axis for axis in given}
+    if not axes or len(axes) != len(given) or not axes <= set(range(len(x))):
+        raise Refusal(f"reduction_axes are {list(given)}, need different axes of rank {len(x)} ({text(x)})")
     keep = node.flags & KEEP_DIMS
     return [tuple(1 if axis in axes else dim for axis, dim in enumerate(x) if keep or axis not in axes)]
 
 
-def expand_shape(node, ins):
+def expand_shape(node: Any, ins: Shapes) -> list[Shape]:
     x, axes = ins[0], node.attrs["new_axes"]
     total = len(x) + len(axes)
     if total > MAX_RANK:
@@ -136,33 +161,42 @@ def expand_shape(node, ins):
     return [tuple(1 if axis in axes else next(old) for axis in range(total))]
 
 
-def _concatenate(count):
+def _concatenate(count: int) -> Op:
     inputs = " ".join(f"@input{number}_id" for number in range(1, count + 1))
     return Op(f"concatenate{count}", f"XNNConcatenate{count}", f"xnn_define_concatenate{count}",
-              f"axis {inputs} @output_id flags", shape=concatenate_shape, datatypes=same(MOVABLE, count + 1),
+              f"axis {inputs} @output_id flags", shape=concatenate_shape, check=same_pairs,
+              datatypes=same(MOVABLE, count + 1), flags=0,
               unused=tuple(f"input{number}_id" for number in range(count + 1, 6)),
               doc=f"{count} inputs one after the other along an axis")
 
 
 OPS = (
     Op("static_transpose", "XNNStaticTranspose", "xnn_define_static_transpose", "perm[] @input_id @output_id flags",
-       shape=transpose_shape, datatypes=same(MOVABLE, 2), doc="axes in another order"),
+       shape=transpose_shape, check=same_pairs, datatypes=same(MOVABLE, 2), flags=0, doc="axes in another order"),
     Op("static_reshape", "XNNStaticReshape", "xnn_define_static_reshape", "new_shape[] @input_id @output_id flags",
-       shape=reshape_shape, datatypes=same(MOVABLE, 2), doc="same elements, other dimensions; one 0 is inferred"),
+       shape=reshape_shape, check=same_pairs, datatypes=same(COPYABLE, 2), flags=0,
+       doc="same elements, other dimensions; one 0 is inferred"),
     Op("static_slice", "XNNStaticSlice", "xnn_define_static_slice", "offsets[] sizes[6] @input_id @output_id flags",
-       shape=slice_shape, normalize=slice_normalize, datatypes=same(MOVABLE, 2),
+       shape=slice_shape, check=same_pairs, normalize=slice_normalize, datatypes=same(MOVABLE, 2), flags=0,
        doc="a box out of the input"),
     Op("static_constant_pad", "XNNStaticConstantPad", "xnn_define_static_constant_pad",
        # XNNPACK copies as many entries as the input has dimensions.
        "pre_paddings[6] post_paddings[6] padding_value @input_id @output_id flags",
-       shape=pad_shape, datatypes=same(MOVABLE, 2), doc="input with a border of padding_value"),
+       shape=pad_shape, check=same_pairs, datatypes=same(MOVABLE, 2), flags=0,
+       doc="input with a border of padding_value"),
     Op("static_resize_bilinear2d", "XNNStaticResizeBilinear2D", "xnn_define_static_resize_bilinear_2d",
-       "new_height new_width @input_id @output_id flags", shape=resize_shape, datatypes=same(MOVABLE, 2),
+       "new_height new_width @input_id @output_id flags", shape=resize_shape, check=same_pairs,
+       datatypes=same(MOVABLE, 2),
        flags=LEGACY_MODE | ALIGN_CORNERS | TRANSIENT_INDIRECTION_BUFFER,
        doc="bilinear interpolation to another height and width"),
     *(_concatenate(count) for count in (2, 3, 4, 5)),
-    Op("static_reduce", None, "xnn_define_static_reduce_v2", "=xnn_reduce_mean axes[] @input_id @output_id flags",
+    Op("static_reduce", None, "xnn_define_static_reduce_v2",
+       "=xnn_reduce_mean reduction_axes[] @input_id @output_id flags",
        shape=reduce_shape, datatypes=same(MOVABLE, 2), flags=KEEP_DIMS, doc="mean over axes"),
+    Op("static_reshape_rows", None, "xnn_define_static_reshape", "new_shape[] @input_id @output_id flags",
+       shape=reshape_rows_shape, check=same_pairs, datatypes=same(COPYABLE, 2), flags=0,
+       doc="static_reshape that leaves axis 0 as it is, whatever its size"),
     Op("static_expand_dims", None, "xnn_define_static_expand_dims", "new_axes[] @input_id @output_id flags",
-       shape=expand_shape, datatypes=same(MOVABLE, 2), doc="input with new dimensions of 1"),
+       shape=expand_shape, check=same_pairs, datatypes=same(COPYABLE, 2), flags=0,
+       doc="input with new dimensions of 1"),
 )

@@ -1,0 +1,82 @@
+"""The shape of every value of a graph, computed from the shapes of its inputs.
+
+It runs when a graph is opened, with the declared shapes, and again for every new shape of an input:
+XNNPACK itself checks hardly any geometry. The rules of the single operators are in their rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+from .errors import ShapeError
+from .ops import Refusal
+from .ops._rules import text
+
+#: Above these no shape is taken, inferred or given: sizes in bytes stay far from where 64 bits end.
+MAX_DIM = 2**31 - 1
+MAX_ELEMENTS = 2**38
+
+Shape = tuple[int, ...]
+
+
+def infer(graph: Any, overrides: Mapping[int, Sequence[int]] | None = None) -> dict[int, Shape]:
+    """Value id -> shape, for inputs, constants and whatever the nodes compute.
+
+    ``graph`` has ``values`` (a sequence, or a dict by id) and ``nodes``, the nodes in an order in which
+    they can run. ``overrides`` gives inputs another shape than the declared one, of the same rank.
+    """
+    computed = {output for node in graph.nodes for output in node.outputs}
+    values = graph.values.values() if isinstance(graph.values, dict) else graph.values
+    shapes = {value.id: value.shape for value in values if value.id not in computed}
+    if overrides:
+        for number, shape in overrides.items():
+            shapes[number] = _override(graph, number, shape)
+    for node in graph.nodes:
+        try:
+            ins = [None if number is None else shapes[number] for number in node.inputs]
+        except KeyError as missing:
+            raise ShapeError(f"{node.where}: value {missing} is used before a node has computed it") from None
+        try:
+            outs = node.op.shape(node, ins)
+            for number, shape in zip(node.outputs, outs):
+                shapes[number] = shape
+                if prod(shape) > MAX_ELEMENTS or (shape and max(shape) > MAX_DIM):
+                    raise Refusal(f"the output would be {text(shape)}, more than {MAX_ELEMENTS} elements"
+                                  if max(shape) <= MAX_DIM else
+                                  f"the output would be {text(shape)}, with a dimension above {MAX_DIM}")
+        except Refusal as refusal:
+            raise ShapeError(f"{node.where}: {refusal}") from None
+    return shapes
+
+
+def _override(graph: Any, number: int, given: Sequence[int]) -> Shape:
+    value = graph.value(number)
+    shape = tuple([int(dim) for dim in given])
+    if not value.is_input:
+        raise ShapeError(f"value {number} is not an input, its shape can't be given", got=shape)
+    if len(shape) != len(value.shape):
+        raise ShapeError(f"input (value {number}) needs rank {len(value.shape)} ({text(value.shape)} is declared), "
+                         f"found rank {len(shape)} ({text(shape)})", expected=value.shape, got=shape)
+    if shape and (min(shape) < 0 or max(shape) > MAX_DIM or prod(shape) > MAX_ELEMENTS):
+        raise ShapeError(f"input (value {number}) needs dims of 0 to {MAX_DIM} and at most {MAX_ELEMENTS} elements, "
+                         f"found {text(shape)}", expected=value.shape, got=shape)
+    return shape
+
+
+def check_declared(graph: Any) -> dict[int, Shape]:
+    """The inferred shapes, after comparing every one with the declared shape.
+
+    XNNPACK ignores what is declared and allocates by what it infers; a file in which the two differ
+    was not written for the graph it holds.
+    """
+    shapes = infer(graph)
+    for node in graph.nodes:
+        for position, number in enumerate(node.outputs):
+            declared = graph.value(number).shape
+            if shapes[number] != declared:
+                raise ShapeError(f"{node.where}: {node.op.outputs[position]} (value {number}) is declared "
+                                 f"{text(declared)}, the operator gives {text(shapes[number])}",
+                                 expected=shapes[number], got=declared)
+    return shapes
