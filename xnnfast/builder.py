@@ -712,7 +712,8 @@ def _result_types(node: Node, ins: Sequence[Value | None], wanted: str | None) -
         for result in results:
             if result[0] == wanted:
                 return result
-        raise GraphError(f"{node.where} makes {_or(result[0] for result in results)} of {', '.join(types)}, found {wanted}", node=node.index)
+        raise GraphError(f"{node.where} makes {_or(result[0] for result in results)} of {', '.join(types)}, "
+                         f"{wanted} was asked for", node=node.index)
     return next((result for result in results if result[0] == types[0]), results[0])
 
 
@@ -758,7 +759,8 @@ def _constant_datatype(array: Array, datatype: str | None, quantization: Quantiz
     if datatype == "bf16":
         allowed += (np.dtype(np.uint16),)
     if dtype not in allowed:
-        raise DtypeError(f"need an array of {_or(known.name for known in allowed)} for {datatype}, found {array.dtype}", expected=allowed[0], got=array.dtype)
+        raise DtypeError(f"need an array of {_or(known.name for known in allowed)} for {datatype}, found "
+                         f"{array.dtype}", expected=allowed[0], got=array.dtype)
     return datatype
 
 
