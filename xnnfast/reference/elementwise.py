@@ -1,0 +1,148 @@
+"""Element by element: the binary and unary operators, Convert and Copy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ..datatypes import DATATYPES
+from ..quantization import quantize, quantize_rows
+from ._operand import (
+    Operand,
+    Operands,
+    Results,
+    Shapes,
+    Values,
+    limit,
+    requantize,
+    round_away,
+    store,
+    store_away,
+)
+
+# Exact to the last bit or two of float64, which NumPy has no function for.
+_erfc = np.frompyfunc(math.erfc, 1, 1)
+
+
+def _sigmoid(x: np.ndarray, attrs: Any) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
+def _gelu(x: np.ndarray, attrs: Any) -> np.ndarray:
+    return x / 2 * np.asarray(_erfc(x * -math.sqrt(0.5)), np.float64)
+
+
+def _hardswish(x: np.ndarray, attrs: Any) -> np.ndarray:
+    return x / 6 * np.clip(x + 3, 0, 6)
+
+
+def _leaky_relu(x: np.ndarray, attrs: Any) -> np.ndarray:
+    return np.where(x < 0, x * np.float32(attrs["negative_slope"]), x)
+
+
+def _elu(x: np.ndarray, attrs: Any) -> np.ndarray:
+    return np.where(x < 0, np.float32(attrs["alpha"]) * np.expm1(x), x)
+
+
+#: Real function of each unary operator: name -> function(float64 array, attributes).
+UNARY: dict[str, Callable[[np.ndarray, Any], np.ndarray]] = {
+    "clamp": lambda x, attrs: x,
+    "sigmoid": _sigmoid,
+    "floor": lambda x, attrs: np.floor(x),
+    "square_root": lambda x, attrs: np.sqrt(x),
+    "reciprocal_square_root": lambda x, attrs: 1 / np.sqrt(x),
+    "ceiling": lambda x, attrs: np.ceil(x),
+    "gelu": _gelu,
+    "hardswish": _hardswish,
+    "log": lambda x, attrs: np.log(x),
+    "negate": lambda x, attrs: -x,
+    "square": lambda x, attrs: x * x,
+    "abs": lambda x, attrs: np.abs(x),
+    "sine": lambda x, attrs: np.sin(x),
+    "cosine": lambda x, attrs: np.cos(x),
+    "exp": lambda x, attrs: np.exp(x),
+    "tanh": lambda x, attrs: np.tanh(x),
+    "leaky_relu": _leaky_relu,
+    "elu": _elu,
+}
+
+#: Those that XNNPACK computes in 8 bits by fixed-point arithmetic of its own, within one step of the real result.
+FIXED_POINT = frozenset({"clamp", "leaky_relu", "add", "subtract", "multiply"})
+
+#: Real function of each binary operator. minimum and maximum of NaN and a number are NaN.
+BINARY: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+    "add": np.add,
+    "subtract": np.subtract,
+    "multiply": np.multiply,
+    "divide": np.divide,
+    "minimum": np.minimum,
+    "maximum": np.maximum,
+    "prelu": lambda x, slope: np.where(x < 0, x * slope, x),
+}
+
+
+def _divide_whole(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Euclidean quotient: the remainder is never negative; anything over 0 is 0."""
+    divisor = np.where(b == 0, 1, b)
+    quotient = np.where(divisor > 0, a // np.abs(divisor), -(a // np.abs(divisor)))
+    return np.where(b == 0, 0, quotient)
+
+
+def _finish(real: np.ndarray, name: str, out: Any, clamp: Any) -> np.ndarray:
+    if DATATYPES[out.datatype].quantization == "tensor" and name not in FIXED_POINT:
+        return store_away(real, out, clamp)
+    return store(real, out, clamp)
+
+
+def _wrapped(whole: np.ndarray, out: Any, clamp: Any) -> np.ndarray:
+    """int64 numbers in 32 bits; int32 arithmetic wraps."""
+    return limit(whole.astype(np.uint64).astype(np.uint32).view(np.int32).reshape(whole.shape), out, clamp)
+
+
+def unary(node: Any, operands: Operands, outs: Values, shapes: Shapes) -> Results:
+    (x,), (out,) = operands, outs
+    function = UNARY[node.op.name]
+    if out.datatype == "int32":
+        return [_wrapped(function(x.raw.astype(np.int64), node.attrs), out, node.clamp)]
+    return [_finish(function(x.real, node.attrs), node.op.name, out, node.clamp)]
+
+
+def binary(node: Any, operands: Operands, outs: Values, shapes: Shapes) -> Results:
+    (a, b), (out,), name = operands, outs, node.op.name
+    if out.datatype == "int32":
+        function = _divide_whole if name == "divide" else BINARY[name]
+        return [_wrapped(function(a.raw.astype(np.int64), b.raw.astype(np.int64)), out, node.clamp)]
+    if name == "multiply" and DATATYPES[out.datatype].quantization == "tensor":
+        scale = np.float32(a.value.quantization.scale) * np.float32(b.value.quantization.scale)
+        scale /= np.float32(out.quantization.scale)
+        return [requantize(a.integers * b.integers, scale, out, node.clamp)]
+    return [_finish(BINARY[name](a.real, b.real), name, out, node.clamp)]
+
+
+def convert(node: Any, operands: Operands, outs: Values, shapes: Shapes) -> Results:
+    (x,), (out,) = operands, outs
+    if out.datatype == "qdint8":
+        return [quantized_rows(x, out, out.quantization.num_nonbatch_dims)]
+    if out.datatype == "int32" and x.datatype != "int32":
+        # XNNPACK's reference code stays below the largest float32 that fits.
+        whole = np.clip(round_away(x.real.astype(np.float32)), -(2.0**31), 2.0**31 - 128)
+        return [limit(whole.astype(np.int32), out, node.clamp)]
+    if DATATYPES[out.datatype].quantization == "tensor" and x.datatype in ("fp32", "fp16"):
+        return [limit(quantize(x.raw, out), out, node.clamp)]
+    return [store(x.real, out, node.clamp)]
+
+
+def quantized_rows(x: Operand, value: Any, num_nonbatch_dims: int) -> Operand:
+    """A float operand quantized row by row."""
+    raw = x.raw if x.datatype in ("fp32", "fp16") else x.real.astype(np.float32)
+    return Operand(value, *quantize_rows(raw, num_nonbatch_dims))
+
+
+def copy(node: Any, operands: Operands, outs: Values, shapes: Shapes) -> Results:
+    return [operands[0].raw]
+
+
+REFERENCES = {**dict.fromkeys(UNARY, unary), **dict.fromkeys(BINARY, binary), "convert": convert, "copy": copy}
