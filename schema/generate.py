@@ -18,6 +18,7 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import fbs
+import lowering
 
 HERE = Path(__file__).resolve().parent
 OUT = HERE.parent / "xnnfast" / "_generated"
@@ -193,21 +194,31 @@ def _literal(value: object, depth: int) -> str:
 
 
 # ---- part 2: operator lowering
-#
-# A function of the same shape as those above, from its own module, goes into PARTS.
+
+def lower_pxi(loaded: dict[str, Loaded], xnnpack_h: Path) -> dict[str, str]:
+    """``lower.pxi``: one call of XNNPACK per operator, from the rows; checked against schema and header."""
+    text = lowering.emit(lowering.load_ops(), xnnpack_h.read_text(encoding="utf-8"), loaded["xnn"].schema)
+    return {"lower.pxi": header(f"schema/{SOURCES['xnn'].file}", "schema/lower.pxi.in", "xnnfast/ops") + text}
+
 
 # Each part returns file name -> text.
 PARTS: tuple[Callable[[dict[str, Loaded]], dict[str, str]], ...] = (fields_pxi, schema_py)
 
 
-def generate(out_dir: Path | str = OUT) -> list[Path]:
-    """The generated files, up to date. Only those whose text changed are written."""
+def generate(out_dir: Path | str = OUT, header: Path | str | None = None) -> list[Path]:
+    """The generated files, up to date. Only those whose text changed are written.
+
+    Without the path of an ``xnnpack.h`` the lowering is left out: nothing but the runtime needs it.
+    """
     out_dir = Path(out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
     loaded = load_sources()
+    parts = [part(loaded) for part in PARTS]
+    if header is not None:
+        parts.append(lower_pxi(loaded, Path(header)))
     paths = []
-    for part in PARTS:
-        for name, text in part(loaded).items():
+    for part in parts:
+        for name, text in part.items():
             path = out_dir / name
             paths.append(path)
             if not path.exists() or path.read_text(encoding="utf-8") != text:
@@ -221,7 +232,9 @@ def generate(out_dir: Path | str = OUT) -> list[Path]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="write xnnfast/_generated from the schemas")
     parser.add_argument("--out", type=Path, default=OUT, help="folder to write into (default: %(default)s)")
-    for path in generate(parser.parse_args().out):
+    parser.add_argument("--header", type=Path, help="xnnpack.h to check the lowering against; none = no lower.pxi")
+    options = parser.parse_args()
+    for path in generate(options.out, options.header):
         print(path)
 
 
