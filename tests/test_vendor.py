@@ -595,6 +595,15 @@ def test_ensure_leaves_nothing_behind_when_the_build_fails(tmp_path, monkeypatch
     assert list((tmp_path / "work").iterdir()) == list((tmp_path / "built").iterdir()) == []
 
 
+@pytest.mark.parametrize("call", [lambda: build.ensure(verbose=False), lambda: build.fetch_only(Path("unused"))])
+def test_cache_that_cannot_be_made_names_the_variable(tmp_path, monkeypatch, call):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(build.CACHE_VARIABLE, str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr(build, "find_compiler", lambda: COMPILER)
+    with pytest.raises(build.BuildError, match=r"file/cache cannot be made .*; set XNNFAST_BUILD_CACHE"):
+        call()
+
+
 def test_failing_step_shows_the_end_of_its_log(tmp_path):
     log = tmp_path / "log"
     with pytest.raises(build.BuildError, match=r"configure failed with status 3; the end of .*log:\nhere is why"):

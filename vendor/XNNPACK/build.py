@@ -829,13 +829,7 @@ def ensure(jobs: int | None = None, verbose: bool = True) -> Built:
     if built := load(product):
         return built
     say = _say if verbose else _quiet
-    try:
-        for folder in ("built", "downloads", "locks", "logs", "work"):
-            (cache / folder).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BuildError(
-            f"the build cache {cache} cannot be written ({error.strerror}); set {CACHE_VARIABLE}"
-        ) from error
+    _make_folders(cache)
     with _locked(cache / "locks" / key) as alone:
         if built := load(product):
             return built
@@ -864,10 +858,10 @@ def fetch_only(folder: Path, verbose: bool = True) -> list[Path]:
     """
     say = _say if verbose else _quiet
     cache = cache_folder()
-    (cache / "downloads").mkdir(parents=True, exist_ok=True)
+    _make_folders(cache)
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    with tempfile.TemporaryDirectory(dir=cache) as scratch:
+    with tempfile.TemporaryDirectory(dir=cache / "work") as scratch:
         for source in obtain(read_pin(), _ways(cache, Path(scratch))).values():
             say(f"XNNPACK: {source.pin.label} by {source.way}")
             if source.path.name.endswith(ARCHIVE_SUFFIX):
@@ -879,6 +873,15 @@ def fetch_only(folder: Path, verbose: bool = True) -> list[Path]:
                 source.unpack(target)
             written.append(target)
     return written
+
+
+def _make_folders(cache: Path) -> None:
+    try:
+        for folder in ("built", "downloads", "locks", "logs", "work"):
+            (cache / folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = f"{error.filename}: {error.strerror}"
+        raise BuildError(f"the build cache {cache} cannot be made ({why}); set {CACHE_VARIABLE}") from error
 
 
 def _say(text: str) -> None:
