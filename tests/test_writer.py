@@ -337,8 +337,8 @@ def test_debug_handle() -> None:
 
 def test_value_fields() -> None:
     file = written(add_graph().parts())
-    fields = [[*(tensor.scalar(slot, code) for slot, code in ((0, "h"), (1, "I"), (3, "I"), (4, "I"), (5, "I"), (6, "I"))),
-               tensor.vector(2, "I")] for tensor, _ in file.tensors]
+    fields = [[tensor.scalar(0, "h"), *(tensor.scalar(slot, "I") for slot in (1, 3, 4, 5, 6)), tensor.vector(2, "I")]
+              for tensor, _ in file.tensors]
     # datatype, num_dims, constant_buffer_idx, external_id, flags, id_out, dims
     assert fields == [
         [1, 2, 0, 0, 1, 0, (1, 8)],

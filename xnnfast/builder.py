@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import IO, TYPE_CHECKING, Any, TypedDict
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from . import writer as _writer
 from ._generated import schema
 from ._graph import Constant, Graph, Node, Value
 from .errors import ArgumentError, DtypeError, GraphError, ShapeError
-from .ops import OPS, Refusal
+from .ops import OPS, Refusal, check_op, operand_type
 from .ops._rules import (
     ALIGN_CORNERS,
     KEEP_DIMS,
@@ -35,7 +35,7 @@ from .ops._rules import (
     TRANSPOSE_B,
     TRANSPOSE_WEIGHTS,
 )
-from .quantization import PerBlock, PerChannel, PerTensor, PerToken, f32_to_bf16, pack_int4
+from .quantization import PerBlock, PerChannel, PerTensor, PerToken, bf16_to_f32, f32_to_bf16, pack_int4
 
 if TYPE_CHECKING:
     import os
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Unpack
 
+    from .ops import Op
     from .quantization import Quantization
 
     Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
@@ -71,6 +72,7 @@ if np.dtype(np.uint16) != _BF16:
     _NAMES[_BF16, "none"] = "bf16"
 
 _CATEGORIES = {PerTensor: "tensor", PerChannel: "channel", PerBlock: "block", PerToken: "token"}
+_NEED = {"none": "None"} | {category: kind.__name__ for kind, category in _CATEGORIES.items()}
 
 #: Operators that move numbers or choose among them, so that a result has its input's parameters.
 _KEEPS_PARAMETERS = frozenset(
@@ -212,12 +214,6 @@ class GraphBuilder:
             raise ArgumentError(f"need an operator that files can hold, found {name!r}")
         if len(inputs) != len(op.inputs):
             raise ArgumentError(f"{name} needs {len(op.inputs)} inputs ({', '.join(op.inputs)}), found {len(inputs)}")
-        partner = next((operand for operand in inputs if isinstance(operand, Value)), None)
-        ins: list[Value | None] = []
-        for field, operand in zip(op.inputs, inputs):
-            if operand is None and field not in op.optional:
-                raise ArgumentError(f"{name} can't go without {field}")
-            ins.append(None if operand is None else self._operand(operand, partner))
         if clamp is not None and not op.takes_clamp:
             raise ArgumentError(f"{name} has no limits; use clamp() on its result")
         if flags & ~op.flags:
@@ -233,34 +229,57 @@ class GraphBuilder:
             if datatype is not None or quantization is not None:
                 raise ArgumentError("need output, or what a new one is to be like, found both")
             datatype, quantization = output.datatype, output.quantization
+        before = len(self._values)
+        try:
+            node, outs = self._node(op, inputs, _attributes(op, attrs or {}), flags, _limits(clamp), output, datatype,
+                                    quantization, debug_handle)
+        except BaseException:
+            # Constants made for the node go with it.
+            del self._values[before:]
+            raise
+        self._produced.update(node.outputs)
+        self._nodes.append(node)
+        return tuple(outs)
+
+    def _node(self, op: Op, inputs: Sequence[Operand | None], attrs: dict[str, Any], flags: int,
+              clamp: tuple[float, float] | None, output: Value | None, datatype: str | None,
+              quantization: Quantization | None, debug_handle: int) -> tuple[Node, list[Value]]:
+        """The node and its results, checked by all the rules of the operator's row."""
+        partner = next((operand for operand in inputs if isinstance(operand, Value)), None)
+        ins: list[Value | None] = []
+        for field, operand in zip(op.inputs, inputs):
+            if operand is None and field not in op.optional:
+                raise ArgumentError(f"{op.name} can't go without {field}")
+            ins.append(None if operand is None else self._operand(operand, partner))
         first = len(self._values) if output is None else output.id
         node = Node(op, tuple(None if value is None else value.id for value in ins),
-                    tuple(range(first, first + len(op.outputs))), _attributes(op, attrs or {}), flags=flags,
-                    clamp=_limits(clamp), debug_handle=debug_handle, index=len(self._nodes))
+                    tuple(range(first, first + len(op.outputs))), attrs, flags=flags, clamp=clamp,
+                    debug_handle=debug_handle, index=len(self._nodes))
         try:
             shapes = op.shape(node, [None if value is None else value.shape for value in ins])
         except Refusal as refusal:
             raise ShapeError(f"{node.where}: {refusal}") from None
-        types = _result_types(node, ins, datatype)
-        if output is not None:
-            if output.shape != shapes[0]:
-                raise ShapeError(f"{node.where} makes {_text(shapes[0])}, the output given for it is "
-                                 f"{_text(output.shape)}", expected=shapes[0], got=output.shape)
-            outs = [output]
-        else:
-            outs = []
-            for shape, result in zip(shapes, types):
-                params = quantization
-                if params is None and _datatypes.DATATYPES[result].quantization != "none":
-                    source = ins[0]
-                    if name not in _KEEPS_PARAMETERS or source is None or source.datatype != result:
-                        raise GraphError(f"{node.where} needs quantization= or like= for its {result} result",
-                                         node=node.index)
-                    params = source.quantization
-                outs.append(self._add(result, shape, params))
-        self._produced.update(node.outputs)
-        self._nodes.append(node)
-        return tuple(outs)
+        if output is not None and output.shape != shapes[0]:
+            raise ShapeError(f"{node.where}: the output given is {_text(output.shape)}, the operator gives "
+                             f"{_text(shapes[0])}", expected=shapes[0], got=output.shape)
+        try:
+            types = _result_types(node, ins, datatype)
+            outs = [output] if output is not None else [
+                self._add(result, shape, self._result_parameters(node, ins[0], result, quantization))
+                for shape, result in zip(shapes, types)]
+            check_op(node, ins, outs)
+        except Refusal as refusal:
+            raise GraphError(f"{node.where}: {refusal}", node=node.index) from None
+        return node, outs
+
+    def _result_parameters(self, node: Node, source: Value | None, datatype: str,
+                           quantization: Quantization | None) -> Quantization | None:
+        if quantization is not None or _datatypes.DATATYPES[datatype].quantization == "none":
+            return quantization
+        if node.op.name in _KEEPS_PARAMETERS and source is not None and source.datatype == datatype:
+            kept: Quantization | None = source.quantization
+            return kept
+        raise GraphError(f"{node.where} needs quantization= or like= for its {datatype} result", node=node.index)
 
     def _free(self, output: Value) -> None:
         """Refuses a value that something writes already."""
@@ -552,8 +571,14 @@ class GraphBuilder:
         if len(operands) < 2:
             raise ArgumentError(f"need 2 values or more to concatenate, found {len(operands)}")
         while len(operands) > 5:
-            # As even as it goes; groups of one pass through.
-            operands = [self._concatenate(operands[start:start + 5], axis, {}) for start in range(0, len(operands), 5)]
+            # Down to five, or to a fifth, by as few nodes as it takes: a chain would copy the first values often.
+            groups: list[Value] = []
+            over = len(operands) - max(5, -(-len(operands) // 5))
+            while over:
+                count = min(5, over + 1)
+                groups.append(self._concatenate(operands[:count], axis, {}))
+                operands, over = operands[count:], over - (count - 1)
+            operands = groups + operands
         return self._concatenate(operands, axis, options)
 
     def concatenate2(self, a: Operand, b: Operand, axis: int, **options: Unpack[Options]) -> Value:
@@ -572,8 +597,6 @@ class GraphBuilder:
 
     def _concatenate(self, operands: Sequence[Operand], axis: int, options: Options) -> Value:
         operands = [self._operand(operand) for operand in operands]
-        if len(operands) == 1:
-            return operands[0]
         rank = len(operands[0].shape)
         return self.node(f"concatenate{len(operands)}", operands,
                          {"axis": axis + rank if -rank <= axis < 0 else axis}, **options)[0]
@@ -674,7 +697,7 @@ _FIELDS = {member: {field: (kind == "vector_scalar", scalar) for field, _, kind,
                     schema.TABLES["xnn"][table]} for _, member, table in schema.UNIONS["xnn"]["XNodeUnion"]}
 
 
-def _attributes(op: Any, attrs: Mapping[str, Any]) -> dict[str, Any]:
+def _attributes(op: Op, attrs: Mapping[str, Any]) -> dict[str, Any]:
     """The attributes as a reader would give them: ints, float32 numbers, tuples."""
     if set(attrs) != set(op.attrs):
         raise ArgumentError(f"{op.name} needs attributes {', '.join(op.attrs) or 'none'}, found "
@@ -697,24 +720,22 @@ def _attributes(op: Any, attrs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _result_types(node: Node, ins: Sequence[Value | None], wanted: str | None) -> list[str]:
-    """The datatypes of a node's outputs."""
-    op = node.op
-    # What an operator sees of a value that is quantized on its way in is the quantized form.
-    types = ["-" if value is None else "qdint8" if value.dq_datatype else value.datatype for value in ins]
-    if not op.datatypes:
-        return [wanted or types[0]] * len(op.outputs)
-    results = [list(row[len(types):]) for row in op.datatypes if list(row[:len(types)]) == types]
+    """The datatypes of a node's outputs: those of the first row of the operator's table that fits, or the
+    one that keeps the first input's datatype."""
+    types = tuple(map(operand_type, ins))
+    results = [row[len(types):] for row in node.op.datatypes if row[:len(types)] == types
+               and (wanted is None or row[len(types)] == wanted)]
     if not results:
-        raise GraphError(f"{node.where} does not take {', '.join(types)}; its inputs may be "
-                         + _or(dict.fromkeys(f"({', '.join(row[:len(types)])})" for row in op.datatypes)),
-                         node=node.index)
-    if wanted is not None:
-        for result in results:
-            if result[0] == wanted:
-                return result
-        raise GraphError(f"{node.where} makes {_or(result[0] for result in results)} of {', '.join(types)}, "
-                         f"{wanted} was asked for", node=node.index)
-    return next((result for result in results if result[0] == types[0]), results[0])
+        # The rules know best what is missing.
+        check_op(node, ins, [_Asked(wanted or types[0])] * len(node.outputs))
+    return list(next((result for result in results if result[0] == types[0]), results[0]))
+
+
+class _Asked(NamedTuple):
+    """Stands for a result of a datatype that the operator can't make."""
+
+    datatype: str
+    dq_datatype: None = None
 
 
 # ---- constants and quantization
@@ -747,9 +768,9 @@ def _constant_datatype(array: Array, datatype: str | None, quantization: Quantiz
                 names = dict.fromkeys(known.name for known, _ in _NAMES)
                 raise DtypeError(f"need an array of {_or(names)}, found {array.dtype}", expected=tuple(names),
                                  got=array.dtype)
-            need = _or("no quantization" if kind == "none" else f"parameters per {kind}" for kind in kinds)
-            raise DtypeError(f"need {need} with an array of {array.dtype}, found "
-                             f"{'none' if category == 'none' else f'parameters per {category}'}", got=array.dtype)
+            need = _or(_NEED[kind] for kind in kinds)
+            raise DtypeError(f"need {need} as the quantization of an array of {array.dtype}, found {_NEED[category]}",
+                             got=array.dtype)
         return found
     entry = _datatypes.DATATYPES.get(datatype)
     if entry is None or datatype == "qdint8":
@@ -778,10 +799,13 @@ def _parameters(datatype: str, shape: tuple[int, ...], quantization: Quantizatio
     """The parameters as a file holds them: float32 or bfloat16 scales, as many as the shape needs."""
     need, found = _datatypes.DATATYPES[datatype].quantization, _category(quantization)
     if need != found:
-        raise GraphError(f"{datatype} needs {'no quantization' if need == 'none' else f'parameters per {need}'}, found "
-                         f"{'none' if found == 'none' else f'parameters per {found}'}")
+        raise GraphError(f"{datatype} needs {_NEED[need]} as its quantization, found {_NEED[found]}")
     if isinstance(quantization, PerTensor):
-        return PerTensor(float(np.float32(quantization.scale)), operator.index(quantization.zero_point))
+        entry, zero_point = _datatypes.DATATYPES[datatype], operator.index(quantization.zero_point)
+        low, high = (entry.low, entry.high) if entry.bits == 8 else (0, 0)
+        if not low <= zero_point <= high:
+            raise GraphError(f"need a zero point of {low} to {high} for {datatype}, found {zero_point}")
+        return PerTensor(float(_scales(np.array([quantization.scale], np.float32), 1, shape)[0]), zero_point)
     if isinstance(quantization, PerToken):
         return PerToken(operator.index(quantization.num_nonbatch_dims))
     if isinstance(quantization, PerChannel):
@@ -793,8 +817,9 @@ def _parameters(datatype: str, shape: tuple[int, ...], quantization: Quantizatio
             raise GraphError(f"need rows that blocks of {size} divide, found {_text(shape)}")
         scales = np.asarray(quantization.scales)
         # Patterns stay as they are, numbers are rounded.
-        scales = f32_to_bf16(scales) if scales.dtype.kind == "f" else np.array(scales, np.uint16)
-        return PerBlock(_scales(scales, shape[0] * shape[1] // size, shape), axis, size)
+        patterns = f32_to_bf16(scales) if scales.dtype.kind == "f" else np.array(scales, np.uint16)
+        _scales(bf16_to_f32(patterns), shape[0] * shape[1] // size, shape)
+        return PerBlock(patterns.reshape(-1), axis, size)
     return None
 
 
@@ -809,5 +834,7 @@ def _scales(scales: Array, need: int, shape: tuple[int, ...]) -> Array:
     scales = scales.reshape(-1)
     if scales.size != need:
         raise GraphError(f"need {need} scales for {_text(shape)}, found {scales.size}")
-    scales.setflags(write=False)
+    usable = np.isfinite(scales) & (scales >= np.finfo(np.float32).tiny)
+    if not usable.all():
+        raise GraphError(f"need scales that are finite, normal and positive, found {scales[~usable][0]:g}")
     return scales
