@@ -1,0 +1,71 @@
+# Each target does its own set-up: a virtual environment in $(VENV), build tools, the package, what the target needs.
+# The package is installed for real, not linked to this folder, so that tests see what a user would get.
+# Needed beforehand: Python 3.10 or newer with venv and headers, a C and a C++ compiler, and one way to the sources
+# of XNNPACK (see vendor/XNNPACK/README.md).
+
+PYTHON ?= python3
+VENV ?= .venv
+OUT ?= out
+PYTEST_FLAGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+SOURCES := pyproject.toml setup.py MANIFEST.in README.md LICENSE $(shell find xnnfast schema vendor/XNNPACK -type f \
+	\( -name '*.py' -o -name '*.pyx' -o -name '*.pxd' -o -name '*.fbs' -o -name '*.h' -o -name PIN -o -name py.typed \
+	-o -name '_*.pyi' \) -not -path '*/_generated/*')
+
+.PHONY: help run test lint wheel clean
+help:
+	@echo 'make run    train a classifier of handwritten digits, run it from its graph file ($(OUT)/digits.xnn)'
+	@echo 'make test   run all tests; PYTEST_FLAGS="-k add -x" chooses'
+	@echo 'make lint   check style and types'
+	@echo 'make wheel  build a wheel into dist/'
+	@echo 'make clean  remove what the other targets made in this folder (the build of XNNPACK is kept elsewhere)'
+
+run: $(VENV)/.run
+	$(BIN)/python examples/digits.py --out $(OUT)
+
+# pytest's own script, not python -m pytest: that would put this folder, and with it the uncompiled package, on the path.
+test: $(VENV)/.test
+	XNNFAST_TEST_INSTALLED=1 $(BIN)/pytest $(PYTEST_FLAGS)
+
+lint: $(VENV)/.lint
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/cython-lint xnnfast
+
+wheel: $(VENV)/.tools
+	$(PIP) wheel --no-deps --wheel-dir dist .
+
+clean:
+	rm -rf build dist *.egg-info $(VENV) $(OUT) xnnfast/_generated xnnfast/builder.pyi
+	rm -rf .pytest_cache .ruff_cache .mypy_cache .hypothesis .benchmarks
+	find xnnfast \( -name '*.so' -o -name '*.c' \) -delete
+
+$(VENV)/.tools: pyproject.toml .ci/requires.py
+	@$(PYTHON) -c 'import os, sys, sysconfig; \
+	header = os.path.join(sysconfig.get_path("include"), "Python.h"); \
+	sys.exit(None if os.path.exists(header) else f"{header} is missing: install the headers of Python (Debian: python3-dev)")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
+		{ echo 'no virtual environment can be made: install venv (Debian: python3-venv)' >&2; rm -rf $(VENV); exit 1; }
+	$(BIN)/python .ci/requires.py | xargs -d '\n' $(PIP) install
+	touch $@
+
+# What the last build copied is removed first, or modules that are gone would be installed again. Compiled modules
+# stay, because setuptools compiles what is missing from there.
+define install
+	if test -d build; then find build -path 'build/lib*' -type f -not -name '*.so' -delete; fi
+	$(PIP) install --no-build-isolation '.[$(1)]'
+	touch $@
+endef
+
+$(VENV)/.run: $(VENV)/.tools $(SOURCES)
+	$(call install,cli,example)
+
+$(VENV)/.test: $(VENV)/.tools $(SOURCES)
+	$(call install,cli,example,test)
+	touch $(VENV)/.run
+
+$(VENV)/.lint: $(VENV)/.tools
+	$(PIP) install ruff mypy cython-lint
+	touch $@

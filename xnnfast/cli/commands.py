@@ -1,0 +1,294 @@
+"""The subcommands, one function each. The only module that imports Typer.
+
+Results go to stdout, messages to stderr; with ``--json`` stdout holds one JSON document and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import typer
+
+from ..errors import ArgumentError, XnnfastError
+
+if TYPE_CHECKING:
+    from .._graph import Graph
+
+    Array = np.ndarray[Any, np.dtype[Any]]
+
+BAD = 1
+NPY_MAGIC = b"\x93NUMPY"
+
+#: Typer carries a copy of click from some version on; both have this class among BadParameter's bases.
+_ClickException: type[Exception] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+
+
+class CommandError(Exception):
+    """What is wrong with the command, or with a file that it was given, in one line."""
+
+
+class Backend(str, Enum):
+    """What computes the answer."""
+
+    xnnpack = "xnnpack"
+    reference = "reference"
+
+
+app = typer.Typer(
+    name="xnnfast",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="Look into XNNPACK graph files, check them and run them.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+File = Annotated[Path, typer.Argument(metavar="FILE", help="Graph file: a bare flatbuffer or one behind an XH00 header.")]
+Dialect = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Read the file as seed, xn00 or xn01, whatever it looks like.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def run(arguments: list[str]) -> int:
+    """Run one subcommand; the exit status."""
+    command = typer.main.get_command(app)
+    # Not command.main(): that one has its own ideas of interrupts and broken pipes.
+    try:
+        with command.make_context("xnnfast", arguments) as context:
+            status = command.invoke(context)
+    except typer.Exit as exit:
+        return exit.exit_code
+    except typer.Abort:
+        raise KeyboardInterrupt from None
+    except _ClickException as error:
+        return _usage(error)
+    return status if isinstance(status, int) else 0
+
+
+def _usage(error: Any) -> int:
+    from . import fail
+
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context is not None else "xnnfast"
+    return fail(f"{error.format_message().rstrip('.')} (see {path} --help)")
+
+
+# ---------------------------------------------------------------------------------------------------
+# inspect
+
+
+@app.command()
+def inspect(file: File, as_json: Json = False, dialect: Dialect = None) -> None:
+    """Show what a file holds, and which constants are used in place."""
+    from ..describe import describe, text
+
+    facts = describe(_load(file, dialect))
+    if as_json:
+        _print_json(facts)
+    else:
+        print(text(facts))
+
+
+# ---------------------------------------------------------------------------------------------------
+# verify
+
+
+@app.command()
+def verify(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Files to check.")],
+    dialect: Dialect = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only the files that are not good.")] = False,
+) -> int:
+    """Check structure and meaning of files. Status 0: all good, 1: some are bad, 2: some can't be read."""
+    from ..describe import describe, summary
+
+    status = 0
+    for file in files:
+        try:
+            graph = _open(file, dialect)
+        except OSError as error:
+            status = 2
+            print(f"{file}: unreadable: {error.strerror or error}")
+        except XnnfastError as error:
+            status = max(status, BAD)
+            print(f"{file}: bad: {type(error).__name__}: {' '.join(str(error).split())}")
+        else:
+            if not quiet:
+                print(f"{file}: good: {summary(describe(graph))}")
+    return status
+
+
+# ---------------------------------------------------------------------------------------------------
+# run
+
+
+@app.command("run")
+def run_graph(
+    file: File,
+    inputs: Annotated[list[Path] | None, typer.Argument(metavar="INPUT.npy...", help="One array per input.")] = None,
+    output: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--output", "-o", metavar="OUT.npy", help="Where results go: once per output, or one name with {} in it."
+        ),
+    ] = None,
+    backend: Annotated[Backend, typer.Option(help="Compute by XNNPACK, or by NumPy to compare with.")] = Backend.xnnpack,
+    threads: Annotated[int, typer.Option(min=0, help="Threads for one run; 0: all that this process may use.")] = 1,
+    dialect: Dialect = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Don't say what was written.")] = False,
+) -> None:
+    """Run a graph once on arrays from files. Inputs are mapped, not read; outputs appear whole or not at all."""
+    graph = _load(file, dialect)
+    targets = _targets(output or [], len(graph.outputs))
+    given = inputs or []
+    if len(given) != len(graph.inputs):
+        needed = ", ".join(f"{value.datatype} {_shape(value.shape)}" for value in graph.inputs)
+        raise CommandError(f"{file}: need {len(graph.inputs)} inputs ({needed}), got {len(given)}")
+    arrays = [_array(path, value) for path, value in zip(given, graph.inputs)]
+    for target, result in zip(targets, _compute(graph, arrays, backend, threads)):
+        with _replacing(target) as stream:
+            np.save(stream, result, allow_pickle=False)
+        if not quiet:
+            print(f"{target}: {result.dtype} {_shape(result.shape)}", file=sys.stderr)
+
+
+def _compute(graph: Graph, arrays: list[Array], backend: Backend, threads: int) -> tuple[Array, ...]:
+    if backend is Backend.reference:
+        from .. import reference
+
+        return tuple(reference.run(graph, *arrays))
+    from .._runtime import Runtime
+    from ..limits import allowed_cpus
+
+    with Runtime(graph, threads=threads or allowed_cpus().count) as runtime:
+        return tuple(runtime.run(*arrays))
+
+
+def _targets(output: list[str], count: int) -> list[Path]:
+    """A file for every output of the graph."""
+    if len(output) == 1 and "{}" in output[0]:
+        return [Path(output[0].replace("{}", str(i))) for i in range(count)]
+    if len(output) != count:
+        hint = "once for each, or once with {} in the name" if count != 1 else "once"
+        raise CommandError(f"the graph has {count} output{'s' if count != 1 else ''}: give -o {hint}, got it {len(output)} times")
+    targets = [Path(name) for name in output]
+    if len({os.path.realpath(target) for target in targets}) < count:
+        raise CommandError("two outputs would go to the same file")
+    return targets
+
+
+def _array(path: Path, value: Any) -> Array:
+    """The array of a .npy file, mapped."""
+    with open(path, "rb") as stream:
+        magic = stream.read(len(NPY_MAGIC))
+    if magic != NPY_MAGIC:
+        raise CommandError(f"{path}: need a .npy file, which starts with {NPY_MAGIC!r}, found {magic!r}")
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise CommandError(f"{path}: need a whole .npy file: {error}") from error
+    # A .npy file can't name bfloat16; NumPy writes such an array as two opaque bytes.
+    if value.datatype == "bf16" and array.dtype == np.dtype("V2"):
+        return array.view(value.dtype)
+    return array
+
+
+@contextlib.contextmanager
+def _replacing(target: Path) -> Iterator[IO[bytes]]:
+    """A file that takes its name when all of it is written."""
+    folder = target.parent
+    descriptor, partial = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".part", dir=folder)
+    try:
+        with os.fdopen(descriptor, "wb") as stream:
+            yield stream
+        # mkstemp makes files for the user alone; this one gets what open() would have given it.
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(partial, 0o666 & ~mask)
+        os.replace(partial, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(partial)
+        raise
+
+
+# ---------------------------------------------------------------------------------------------------
+# info
+
+
+@app.command()
+def info(as_json: Json = False) -> None:
+    """Show versions, the libraries and kernels that were built in, and how many threads are allowed and why."""
+    from importlib import metadata
+
+    from ..configuration import config
+
+    facts = dict(config())
+    facts["typer"] = metadata.version("typer")
+    if as_json:
+        _print_json(facts)
+        return
+    print(f"xnnfast {facts['xnnfast']}, Python {facts['python']}, NumPy {facts['numpy']}, {facts['machine']}")
+    print("libraries:")
+    for library in facts["pin"]:
+        print(f"  {library['name']} {library['version']} ({library['licence']}), commit {library['commit']}")
+    print(f"corrections: {', '.join(change['name'] for change in facts['changes']) or 'none'}")
+    print(f"kernel families compiled in: {' '.join(facts['families'])}")
+    print(f"instruction sets in use: {' '.join(facts['isa'])}")
+    print(f"threads allowed: {facts['cpus']} ({facts['cpus_reason']})")
+
+
+# ---------------------------------------------------------------------------------------------------
+
+
+def _version(show: bool) -> None:
+    if show:
+        from ..configuration import __version__
+
+        print(f"xnnfast {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def _open(file: Path, dialect: str | None) -> Graph:
+    from ..load import load
+
+    return load(file, dialect=dialect)
+
+
+def _load(file: Path, dialect: str | None) -> Graph:
+    """The graph of a file; what is wrong with it is said with the file's name in front."""
+    try:
+        return _open(file, dialect)
+    except ArgumentError:
+        raise
+    except XnnfastError as error:
+        raise CommandError(f"{file}: {error}") from error
+
+
+def _shape(dims: tuple[int, ...]) -> str:
+    from ..describe import shape
+
+    return shape(dims)
+
+
+def _print_json(facts: Any) -> None:
+    print(json.dumps(facts, indent=2, allow_nan=False))
