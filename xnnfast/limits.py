@@ -81,7 +81,7 @@ def allowed_cpus(root: Path = Path("/")) -> AllowedCpus:
     """
     override = os.environ.get(ENV_CPUS)
     if override:
-        if not override.isdigit() or int(override) < 1:
+        if not override.isdecimal() or int(override) < 1:
             raise ArgumentError(f"{ENV_CPUS} must be a positive whole number, found {override!r}")
         return AllowedCpus(int(override), f"{ENV_CPUS} is set to {override}")
     if hasattr(os, "sched_getaffinity"):
