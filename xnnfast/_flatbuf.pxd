@@ -139,3 +139,4 @@ cdef class Table:
     cdef int table
 
     cdef int slot(self, str name) except -1
+    cdef object read(self, int slot, str name)

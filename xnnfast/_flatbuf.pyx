@@ -522,15 +522,10 @@ cdef class Table:
         """Whether the field is set."""
         return field_at(self.buffer.data, <uint64_t> self.offset, self.slot(name)) != 0
 
-    def get(self, str name not None):
-        """The field's value: a number, string, tuple, Table, or tuple of Tables.
-
-        Absent scalars are 0, absent vectors ``()``, other absent fields None.
-        """
+    cdef object read(self, int slot, str name):
         cdef FlatBuffer buffer = self.buffer
         cdef Schema schema = buffer.schema
         cdef const unsigned char* base = buffer.data
-        cdef int slot = self.slot(name)
         cdef int index = schema.tables[self.table].first + slot
         cdef Field* field = &schema.fields[index]
         cdef uint64_t at = field_at(base, <uint64_t> self.offset, slot)
@@ -562,6 +557,53 @@ cdef class Table:
             return tuple([make_table(buffer, field.target, at + 4 * element + load_u32(base + at + 4 * element))
                           for element in range(count)])
         return tuple([text(buffer, at + 4 * element + load_u32(base + at + 4 * element), name) for element in range(count)])
+
+    def get(self, str name not None):
+        """The field's value: a number, string, tuple, Table, or tuple of Tables.
+
+        Absent scalars are 0, absent vectors ``()``, other absent fields None.
+        """
+        return self.read(self.slot(name), name)
+
+    def rows(self, str name not None, *fields):
+        """Some fields of every table in a vector, as a list of tuples: ``rows("segments", "offset", "size")``."""
+        cdef Schema schema = self.buffer.schema
+        cdef const unsigned char* base = self.buffer.data
+        cdef int slot = self.slot(name)
+        cdef Field* field = &schema.fields[schema.tables[self.table].first + slot]
+        cdef uint64_t at = reference_at(base, <uint64_t> self.offset, slot)
+        cdef uint64_t element
+        cdef Table row
+        if field.kind != VECTOR_TABLE:
+            raise AttributeError(f"{self.kind}.{name} is not a vector of tables")
+        if at == 0:
+            return []
+        row = make_table(self.buffer, field.target, 0)
+        slots = [(row.slot(each), each) for each in fields]
+        found = []
+        for element in range(load_u32(base + at)):
+            row.offset = <Py_ssize_t> (at + 4 + 4 * element + load_u32(base + at + 4 + 4 * element))
+            found.append(tuple([row.read(number, each) for number, each in slots]))
+        return found
+
+    def item(self, str name not None, Py_ssize_t index):
+        """One Table of a vector of tables; IndexError outside of it."""
+        cdef Schema schema = self.buffer.schema
+        cdef const unsigned char* base = self.buffer.data
+        cdef int slot = self.slot(name)
+        cdef Field* field = &schema.fields[schema.tables[self.table].first + slot]
+        cdef uint64_t at = reference_at(base, <uint64_t> self.offset, slot)
+        if field.kind != VECTOR_TABLE:
+            raise AttributeError(f"{self.kind}.{name} is not a vector of tables")
+        if at == 0 or not 0 <= index < load_u32(base + at):
+            raise IndexError(f"{self.kind}.{name} has {load_u32(base + at) if at else 0} entries, found index {index}")
+        at += 4 + 4 * <uint64_t> index
+        return make_table(self.buffer, field.target, at + load_u32(base + at))
+
+    def count(self, str name not None):
+        """Number of elements of a vector, 0 if the field is absent."""
+        cdef uint64_t at = reference_at(self.buffer.data, <uint64_t> self.offset, self.slot(name))
+        return load_u32(self.buffer.data + at) if at else 0
 
     def span(self, str name not None):
         """(offset in the payload, bytes) of a vector's elements; None if the field is absent."""

@@ -141,7 +141,7 @@ cdef class Value:
         dtype = self.dtype
         raw = np.frombuffer(self.constant.data, np.uint8, self.nbytes)
         if dtype is None:
-            return raw.reshape(self.shape[:-1] + (-1,)) if self.shape else raw
+            return raw.reshape(self.shape[:len(self.shape) - 1] + (-1,)) if self.shape else raw
         return raw.view(dtype).reshape(self.shape)
 
     def __repr__(self):
@@ -232,7 +232,7 @@ cdef class Graph:
     """
 
     def __init__(self, values, nodes, inputs, outputs, *, str dialect="xn01", str container="memory", str version="",
-                 str source="<memory>", mem_buffer_sizes=(), notes=(), owner=None):
+                 str source="<memory>", mem_buffer_sizes=(), notes=(), owner=None, limits=None):
         from .validate import validate
 
         self.values = tuple(values)
@@ -259,7 +259,7 @@ cdef class Graph:
                 seen.setdefault(id(value.constant), value.constant)
         self.constants = tuple(seen.values())
         # validate checks everything and returns the nodes in running order, with the notes it made.
-        order, more = validate(self)
+        order, more = validate(self, limits)
         self.nodes = tuple(order)
         self.notes += tuple(more)
         self.producers = {output: node for node in self.nodes for output in node.outputs}

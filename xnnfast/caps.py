@@ -1,0 +1,22 @@
+"""Sizes above which a file is refused, to protect the process from what a few bytes can ask for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Caps on what a file may ask for. Each may be raised: ``load(path, limits=Limits(max_workspace=1 << 40))``."""
+
+    #: How deep tables may nest in a flatbuffer.
+    max_depth: int = 64
+    #: Tables in a flatbuffer, each counted as often as it is referred to.
+    max_tables: int = 1_000_000
+    #: Inputs and outputs of a graph.
+    max_externs: int = 4096
+    #: Bytes of all values that are not constants, by their declared shapes.
+    max_workspace: int = 1 << 36
+
+
+DEFAULT_LIMITS = Limits()
