@@ -19,7 +19,7 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 DEBUG = os.environ.get("XNNFAST_DEBUG") == "1"
-READERS = ["_payload", "_flatbuf", "_graph", "_reader"]
+READERS = ["_payload", "_flatbuf", "_graph"]
 RUNTIME = "_runtime"
 
 
@@ -59,10 +59,10 @@ class Build(build_ext):
     def finalize_options(self) -> None:
         from Cython.Build import cythonize
 
-        super().finalize_options()
-        if getattr(self, "_cythonized", False):
+        if getattr(self, "_prepared", False):
+            super().finalize_options()
             return
-        self._cythonized = True
+        self._prepared = True
         native = load("xnnpack_build", ROOT / "vendor/XNNPACK/build.py").ensure()
         header = Path(native.include_dirs[0]) / "xnnpack.h"
         load("xnnfast_generate", ROOT / "schema/generate.py").generate(ROOT / "xnnfast/_generated", header=header)
@@ -85,7 +85,7 @@ class Build(build_ext):
             build_dir=os.environ.get("XNNFAST_CYTHON_DIR", "build/cython"),
             force=DEBUG,
         )
-        self.extensions = self.distribution.ext_modules
+        super().finalize_options()
 
 
 def extensions() -> list[Extension]:
