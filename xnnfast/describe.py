@@ -162,7 +162,7 @@ def _in_place(zero_copy: Mapping[str, int]) -> str:
 def size(nbytes: int) -> str:
     """A number of bytes in the largest unit that keeps it at least 1."""
     value, unit = float(nbytes), "bytes"
-    for larger in ("kB", "MB", "GB"):
+    for larger in ("kB", "MB", "GB", "TB"):
         if value < 1000:
             break
         value, unit = value / 1000, larger
