@@ -36,12 +36,17 @@ def data() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
 
 def train(images: np.ndarray, labels: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
     """Weights and biases of each layer."""
-    network = MLPClassifier((HIDDEN,), activation="relu", alpha=1e-3, learning_rate_init=2e-3, max_iter=100, random_state=SEED)
+    network = MLPClassifier(
+        (HIDDEN,), activation="relu", alpha=1e-3, learning_rate_init=2e-3, max_iter=100, random_state=SEED
+    )
     with warnings.catch_warnings():
         # It is good enough long before it stops changing.
         warnings.simplefilter("ignore", ConvergenceWarning)
         network.fit(images, labels)
-    return [(weights.astype(np.float32), bias.astype(np.float32)) for weights, bias in zip(network.coefs_, network.intercepts_)]
+    return [
+        (weights.astype(np.float32), bias.astype(np.float32))
+        for weights, bias in zip(network.coefs_, network.intercepts_)
+    ]
 
 
 def write(path: Path, layers: list[tuple[np.ndarray, np.ndarray]]) -> None:
@@ -66,7 +71,9 @@ def classify(runtime: xnnfast.Runtime, images: np.ndarray, scores: np.ndarray) -
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="folder for digits.xnn (default: out)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("out"), metavar="DIR", help="folder for digits.xnn (default: out)"
+    )
     folder = parser.parse_args().out
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "digits.xnn"
@@ -74,7 +81,9 @@ def main() -> int:
     images, unseen, labels, answers = data()
     started = time.perf_counter()
     write(path, train(images, labels))
-    print(f"trained on {len(images)} images in {time.perf_counter() - started:.1f} s, wrote {path} ({path.stat().st_size} bytes)")
+    print(
+        f"trained on {len(images)} images in {time.perf_counter() - started:.1f} s, wrote {path} ({path.stat().st_size} bytes)"
+    )
 
     graph = xnnfast.load(path)
     print(f"mapped {path}: {graph}")

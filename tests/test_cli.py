@@ -59,10 +59,16 @@ def two_outputs(folder: Path) -> Path:
 
 def command(folder: Path, *arguments: str, env: Mapping[str, str] | None = None) -> Result:
     # In a folder of its own: in the repository's, the uncompiled package would be found first.
-    return Result(subprocess.run(
-        [sys.executable, "-m", "xnnfast", *arguments],
-        cwd=folder, env={**os.environ, **(env or {})}, capture_output=True, text=True, timeout=120,
-    ))
+    return Result(
+        subprocess.run(
+            [sys.executable, "-m", "xnnfast", *arguments],
+            cwd=folder,
+            env={**os.environ, **(env or {})},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+    )
 
 
 def damaged(folder: Path) -> Path:
@@ -132,7 +138,9 @@ def test_traceback_only_on_demand(tmp_path: Path) -> None:
 def in_process(tmp_path: Path, code: str) -> Result:
     """main() with one thing in it replaced."""
     whole = f"import xnnfast.cli, xnnfast.cli.commands as commands\n{code}\nxnnfast.cli.main(['info'])\n"
-    return Result(subprocess.run([sys.executable, "-c", whole], cwd=tmp_path, capture_output=True, text=True, timeout=120))
+    return Result(
+        subprocess.run([sys.executable, "-c", whole], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    )
 
 
 def test_interrupt_is_quiet(tmp_path: Path) -> None:
@@ -146,7 +154,11 @@ def test_broken_pipe_is_quiet(folder: Path) -> None:
     try:
         done = subprocess.run(
             [sys.executable, "-m", "xnnfast", "inspect", "add.xnn"],
-            cwd=folder, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120,
+            cwd=folder,
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
         )
     finally:
         os.close(writer)

@@ -98,7 +98,14 @@ def test_limits_without_end_are_written_as_words() -> None:
 
 @pytest.mark.parametrize(
     ("nbytes", "words"),
-    [(0, "0 bytes"), (999, "999 bytes"), (1000, "1 kB"), (1_234_567, "1.235 MB"), (5 * 10**9, "5 GB"), (10**13, "10 TB")],
+    [
+        (0, "0 bytes"),
+        (999, "999 bytes"),
+        (1000, "1 kB"),
+        (1_234_567, "1.235 MB"),
+        (5 * 10**9, "5 GB"),
+        (10**13, "10 TB"),
+    ],
 )
 def test_sizes(nbytes: int, words: str) -> None:
     assert d.size(nbytes) == words

@@ -40,7 +40,9 @@ V1_NESTED = {"proc/self/cgroup": "12:memory:/elsewhere\n4:cpu,cpuacct:/outer/inn
         pytest.param(V2_SELF | {"sys/fs/cgroup/cpu.max": "200000 100000\n"}, 2.0, id="v2 at the root"),
         pytest.param({"sys/fs/cgroup/cpu.max": "200000 100000\n"}, 2.0, id="v2 without /proc/self/cgroup"),
         pytest.param(V2_SELF | {"sys/fs/cgroup/cpu.max": "50000\n"}, 0.5, id="v2 with the default period"),
-        pytest.param(V2_NESTED | {"sys/fs/cgroup/outer/inner/cpu.max": "150000 100000\n"}, 1.5, id="v2 in its own folder"),
+        pytest.param(
+            V2_NESTED | {"sys/fs/cgroup/outer/inner/cpu.max": "150000 100000\n"}, 1.5, id="v2 in its own folder"
+        ),
         pytest.param(
             V2_NESTED
             | {
@@ -51,7 +53,9 @@ V1_NESTED = {"proc/self/cgroup": "12:memory:/elsewhere\n4:cpu,cpuacct:/outer/inn
             1.0,
             id="v2 with a tighter parent",
         ),
-        pytest.param(V2_NESTED | {"sys/fs/cgroup/cpu.max": "300000 100000\n"}, 3.0, id="v2 whose own folder is not mounted"),
+        pytest.param(
+            V2_NESTED | {"sys/fs/cgroup/cpu.max": "300000 100000\n"}, 3.0, id="v2 whose own folder is not mounted"
+        ),
         pytest.param(
             {"proc/self/cgroup": "0::/../../outside\n", "sys/fs/cgroup/cpu.max": "300000 100000\n"},
             3.0,

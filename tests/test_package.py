@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def test_installed_package_is_the_one_under_test() -> None:
     # An in-place build of another day would hide what the installation lacks.
     folder = Path(xnnfast.__path__[0]).resolve()
-    assert ROOT / "xnnfast" != folder
+    assert folder != ROOT / "xnnfast"
     assert "site-packages" in folder.parts
 
 

@@ -74,7 +74,12 @@ def _quantization(params: Any) -> Facts | None:
     if isinstance(params, PerChannel):
         return {"per": "channel", "axis": params.axis, **_range(params.scales)}
     if isinstance(params, PerBlock):
-        return {"per": "block", "axis": params.axis, "block_size": params.block_size, **_range(bf16_to_f32(params.scales))}
+        return {
+            "per": "block",
+            "axis": params.axis,
+            "block_size": params.block_size,
+            **_range(bf16_to_f32(params.scales)),
+        }
     raise TypeError(f"unknown quantization {params!r}")
 
 
@@ -183,9 +188,11 @@ def _type(value: Mapping[str, Any]) -> tuple[str, str]:
     kind = value["datatype"]
     if params is not None:
         detail = {
-            "tensor": lambda: f"scale {params['scale']:g}, zero point {params['zero_point']}"
-            if not isinstance(params["scale"], str)
-            else f"scale {params['scale']}, zero point {params['zero_point']}",
+            "tensor": lambda: (
+                f"scale {params['scale']:g}, zero point {params['zero_point']}"
+                if not isinstance(params["scale"], str)
+                else f"scale {params['scale']}, zero point {params['zero_point']}"
+            ),
             "token": lambda: f"per row of {params['num_nonbatch_dims']} axes",
             "channel": lambda: f"{params['scales']} scales along axis {params['axis']}",
             "block": lambda: f"{params['scales']} scales, blocks of {params['block_size']}",
@@ -235,6 +242,4 @@ def _columns(rows: Iterable[Sequence[str]]) -> list[str]:
     if not rows:
         return []
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths) if width).rstrip() for row in rows
-    ]
+    return ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths) if width).rstrip() for row in rows]

@@ -29,7 +29,9 @@ BAD = 1
 NPY_MAGIC = b"\x93NUMPY"
 
 #: Typer carries a copy of click from some version on; both have this class among BadParameter's bases.
-_ClickException: type[Exception] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+_ClickException: type[Exception] = next(
+    base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException"
+)
 
 
 class CommandError(Exception):
@@ -52,7 +54,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-File = Annotated[Path, typer.Argument(metavar="FILE", help="Graph file: a bare flatbuffer or one behind an XH00 header.")]
+File = Annotated[
+    Path, typer.Argument(metavar="FILE", help="Graph file: a bare flatbuffer or one behind an XH00 header.")
+]
 Dialect = Annotated[
     str | None, typer.Option(metavar="NAME", help="Read the file as seed, xn00 or xn01, whatever it looks like.")
 ]
@@ -142,7 +146,9 @@ def run_graph(
             "--output", "-o", metavar="OUT.npy", help="Where results go: once per output, or one name with {} in it."
         ),
     ] = None,
-    backend: Annotated[Backend, typer.Option(help="Compute by XNNPACK, or by NumPy to compare with.")] = Backend.xnnpack,
+    backend: Annotated[
+        Backend, typer.Option(help="Compute by XNNPACK, or by NumPy to compare with.")
+    ] = Backend.xnnpack,
     threads: Annotated[int, typer.Option(min=0, help="Threads for one run; 0: all that this process may use.")] = 1,
     dialect: Dialect = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Don't say what was written.")] = False,
@@ -180,7 +186,9 @@ def _targets(output: list[str], count: int) -> list[Path]:
         return [Path(output[0].replace("{}", str(i))) for i in range(count)]
     if len(output) != count:
         hint = "once for each, or once with {} in the name" if count != 1 else "once"
-        raise CommandError(f"the graph has {count} output{'s' if count != 1 else ''}: give -o {hint}, got it {len(output)} times")
+        raise CommandError(
+            f"the graph has {count} output{'s' if count != 1 else ''}: give -o {hint}, got it {len(output)} times"
+        )
     targets = [Path(name) for name in output]
     if len({os.path.realpath(target) for target in targets}) < count:
         raise CommandError("two outputs would go to the same file")
