@@ -3,22 +3,24 @@
 What it promises, kind by kind:
 
 =========================== =======================================================================
-floats                      computed in float64, rounded once to the output's type
+fp32, fp16                  computed in float64, rounded once to the output's type
 static int8 products        fully connected, convolutions, multiplication, means: exact sums, then
                             XNNPACK's fp32 requantization, bit for bit (on aarch64 multiplication
                             may differ by a step at ties)
 8-bit functions             those that XNNPACK runs from a table or by reference code (sigmoid, exp,
                             division, maximum, ...): float32, ties away from zero, as there
-other 8-bit arithmetic      addition, subtraction, leaky ReLU, resizing and Convert between 8-bit
-                            types: the real result rounded half to even, within one step of XNNPACK's
+other 8-bit arithmetic      addition, subtraction, leaky ReLU, resizing and Convert within an 8-bit
+                            type: the real result rounded half to even, within one step of XNNPACK's
                             fixed-point arithmetic
-Convert to 8 bits           XNNPACK's float32 arithmetic, half to even, saturated; NaN gives the highest
-                            number
+Convert of floats to 8 bits XNNPACK's float32 arithmetic, half to even, saturated; NaN gives the highest
+                            number (fp16 to qint8: within one step, XNNPACK's factor is an fp16 number)
 dynamic quantization        XNNPACK's choice of scale and zero point per row, products in float64
 fp16                        fp32 filters and biases of an fp16 layer are first rounded to fp16, as
                             XNNPACK's packing does
-bf16                        rounded to nearest; XNNPACK truncates, which is within one step
-int32                       wraps; division is Euclidean and 0 over 0, as in XNNPACK's reference code
+bf16                        computed in float64, the low bits dropped as XNNPACK does
+int32                       wraps
+argmax pooling              the index is uint32, counts the places of a window column by column, and may
+                            name a place in the padding, which repeats the edge
 =========================== =======================================================================
 
 NaN, infinities and denormals behave as in NumPy: NaN goes through limits, minimum, maximum and pools,

@@ -42,10 +42,13 @@ def max_pooling2d(node: Any, operands: Operands, outs: Values, shapes: Shapes) -
 def argmax_pooling2d(node: Any, operands: Operands, outs: Values, shapes: Shapes) -> Results:
     x = operands[0].raw
     vertical, horizontal = windows(node, x.shape, "pooling", None, None)
-    x = padded(x, vertical, horizontal, -np.inf)
+    # XNNPACK counts a window's places column by column, and padding repeats the edge, so that an index may name it.
+    rows = np.clip(np.arange(vertical.reach) - vertical.before, 0, x.shape[1] - 1)
+    columns = np.clip(np.arange(horizontal.reach) - horizontal.before, 0, x.shape[2] - 1)
+    x = x[:, rows][:, :, columns]
     taps = np.stack([
         x[:, vertical.tap(row), horizontal.tap(column)]
-        for row in range(vertical.kernel) for column in range(horizontal.kernel)
+        for column in range(horizontal.kernel) for row in range(vertical.kernel)
     ])
     # The first of equals; a NaN counts as the largest.
     index = taps.argmax(axis=0)
