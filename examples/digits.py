@@ -81,9 +81,8 @@ def main() -> int:
     images, unseen, labels, answers = data()
     started = time.perf_counter()
     write(path, train(images, labels))
-    print(
-        f"trained on {len(images)} images in {time.perf_counter() - started:.1f} s, wrote {path} ({path.stat().st_size} bytes)"
-    )
+    seconds = time.perf_counter() - started
+    print(f"trained on {len(images)} images in {seconds:.1f} s, wrote {path} ({path.stat().st_size} bytes)")
 
     graph = xnnfast.load(path)
     print(f"mapped {path}: {graph}")
