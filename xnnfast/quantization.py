@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Union
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -47,7 +47,7 @@ class PerToken(NamedTuple):
     num_nonbatch_dims: int
 
 
-Quantization = Union[PerTensor, PerChannel, PerBlock, PerToken]
+Quantization = PerTensor | PerChannel | PerBlock | PerToken
 
 
 def bf16_to_f32(bits: np.ndarray) -> np.ndarray:
@@ -83,7 +83,7 @@ def pack_int4(numbers: Any) -> np.ndarray:
     stored = (numbers + 8).astype(np.uint8)
     if stored.shape[-1] % 2:
         stored = np.concatenate([stored, np.full((*stored.shape[:-1], 1), 8, np.uint8)], axis=-1)
-    return stored[..., 0::2] | (stored[..., 1::2] << 4)
+    return np.asarray(stored[..., 0::2] | (stored[..., 1::2] << 4))
 
 
 def scales_of(quantization: Quantization, shape: Sequence[int]) -> np.ndarray:
@@ -118,7 +118,7 @@ def dequantize(stored: Any, value: Any) -> np.ndarray:
     if entry.bits == 4 and stored.dtype == np.uint8:
         stored = unpack_int4(stored, value.shape[-1])
     difference = stored.astype(np.int64) - zero_point_of(value.quantization)
-    return difference.astype(np.float32) * scales_of(value.quantization, stored.shape)
+    return np.asarray(difference.astype(np.float32) * scales_of(value.quantization, stored.shape))
 
 
 def quantize(real: Any, value: Any) -> np.ndarray:

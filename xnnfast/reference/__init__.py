@@ -114,19 +114,19 @@ def _steps(graph: Any, inputs: tuple[Any, ...], results: dict[int, Operand]) -> 
         outs = [graph.value(number) for number in node.outputs]
         expected = [shapes[number] for number in node.outputs]
         if all(0 in shape for shape in expected):
-            made = [np.zeros(shape, value.dtype) for shape, value in zip(expected, outs)]
+            made: list[Any] = [np.zeros(shape, value.dtype) for shape, value in zip(expected, outs)]
         else:
             # Overflow, division by zero and NaN are results like others.
             with np.errstate(all="ignore"):
                 made = REFERENCES[node.op.name](node, [operand(number) for number in node.inputs], outs, expected)
         finished = []
         for value, shape, result in zip(outs, expected, made):
-            if not isinstance(result, Operand):
-                result = Operand(value, np.asarray(result))
-            if result.shape != tuple(shape):
-                raise AssertionError(f"{node.where}: the reference made {result.shape}, shape inference says {shape}")
-            results[value.id] = result
-            finished.append(result)
+            kept = result if isinstance(result, Operand) else Operand(value, np.asarray(result))
+            if kept.shape != tuple(shape):
+                raise AssertionError(
+                    f"{node.where}: the reference made {kept.shape}, shape inference says {shape}")
+            results[value.id] = kept
+            finished.append(kept)
         yield finished
 
 

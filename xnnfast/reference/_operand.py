@@ -75,7 +75,7 @@ def clamp_bounds(clamp: tuple[float, float], value: Any) -> tuple[int, int]:
     """The stored numbers between which a quantized value stays under limits, as XNNPACK rounds them."""
     entry = DATATYPES[value.datatype]
     scale, zero_point = np.float32(value.quantization.scale), np.float32(value.quantization.zero_point)
-    stored = np.float32(clamp) / scale + zero_point
+    stored = np.asarray(clamp, np.float32) / scale + zero_point
     low, high = np.rint(np.clip(stored, entry.low, entry.high))
     return int(low), int(high)
 
@@ -86,12 +86,12 @@ def limit(stored: np.ndarray, value: Any, clamp: tuple[float, float] | None) -> 
         return stored
     if DATATYPES[value.datatype].quantization != "none":
         low, high = clamp_bounds(clamp, value)
-        return np.clip(stored, low, high).astype(stored.dtype)
+        return np.asarray(np.clip(stored, low, high), stored.dtype)
     if value.datatype == "int32":
         low, high = (int(np.clip(np.trunc(bound), -(2**31), 2**31 - 1)) for bound in clamp)
-        return np.clip(stored, low, high).astype(stored.dtype)
+        return np.asarray(np.clip(stored, low, high), stored.dtype)
     low, high = np.asarray(clamp).astype(stored.dtype)
-    return np.clip(stored, low, high)
+    return np.asarray(np.clip(stored, low, high))
 
 
 def store(real: np.ndarray, value: Any, clamp: tuple[float, float] | None = None) -> np.ndarray:
@@ -113,9 +113,9 @@ def store(real: np.ndarray, value: Any, clamp: tuple[float, float] | None = None
         if value.datatype == "bf16":
             single = real.astype(np.float32)
             if clamp is not None:
-                single = np.clip(single, *np.float32(clamp))
+                single = np.clip(single, np.float32(clamp[0]), np.float32(clamp[1]))
             # XNNPACK drops the low half, where rounding to nearest would be usual.
-            return np.asarray(np.right_shift(single.view(np.uint32), 16), np.uint16).view(entry.dtype)
+            return np.asarray(np.right_shift(single.view(np.uint32), 16), np.uint16).view(value.dtype)
         if value.datatype == "int32":
             whole = np.where(np.isnan(real), 0, np.clip(np.rint(real), -(2.0**31), 2.0**31 - 1))
             return limit(whole.astype(np.int32), value, clamp)

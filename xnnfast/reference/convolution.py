@@ -69,9 +69,9 @@ def _grouped_product(pixels: np.ndarray, taps: np.ndarray) -> np.ndarray:
     groups, outputs, inputs = taps.shape
     n, height, width, _ = pixels.shape
     if groups == 1:
-        return pixels @ taps[0].T
+        return np.asarray(pixels @ taps[0].T)
     by_group = pixels.reshape(-1, groups, inputs).transpose(1, 0, 2) @ taps.transpose(0, 2, 1)
-    return by_group.transpose(1, 0, 2).reshape(n, height, width, groups * outputs)
+    return np.asarray(by_group.transpose(1, 0, 2).reshape(n, height, width, groups * outputs))
 
 
 def _by_group(weights: np.ndarray, groups: int) -> np.ndarray:
@@ -86,7 +86,7 @@ def conv2d(node: Any, operands: Operands, outs: Values, shapes: Shapes) -> Resul
     taps = _by_group(taps, node.attrs["groups"])
     vertical, horizontal = windows(node, x.shape, "kernel", "subsampling", "dilation")
     pixels = padded(pixels, vertical, horizontal, 0)
-    total = 0
+    total: Any = 0
     for row in range(vertical.kernel):
         for column in range(horizontal.kernel):
             total = total + _grouped_product(pixels[:, vertical.tap(row), horizontal.tap(column)], taps[row, column])

@@ -28,7 +28,7 @@ _erfc = np.frompyfunc(math.erfc, 1, 1)
 
 
 def _sigmoid(x: np.ndarray, attrs: Any) -> np.ndarray:
-    return 1 / (1 + np.exp(-x))
+    return np.asarray(1 / (1 + np.exp(-x)))
 
 
 def _gelu(x: np.ndarray, attrs: Any) -> np.ndarray:
@@ -36,7 +36,7 @@ def _gelu(x: np.ndarray, attrs: Any) -> np.ndarray:
 
 
 def _hardswish(x: np.ndarray, attrs: Any) -> np.ndarray:
-    return x / 6 * np.clip(x + 3, 0, 6)
+    return np.asarray(x / 6 * np.clip(x + 3, 0, 6))
 
 
 def _leaky_relu(x: np.ndarray, attrs: Any) -> np.ndarray:

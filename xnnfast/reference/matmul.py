@@ -57,7 +57,7 @@ def batch_matrix_multiply(node: Any, operands: Operands, outs: Values, shapes: S
 
 def _softmax(x: np.ndarray) -> np.ndarray:
     powers = np.exp(x - x.max(axis=-1, keepdims=True, initial=-np.inf))
-    return powers / powers.sum(axis=-1, keepdims=True)
+    return np.asarray(powers / powers.sum(axis=-1, keepdims=True))
 
 
 def softmax(node: Any, operands: Operands, outs: Values, shapes: Shapes) -> Results:

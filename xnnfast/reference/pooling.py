@@ -18,7 +18,8 @@ def average_pooling2d(node: Any, operands: Operands, outs: Values, shapes: Shape
     vertical, horizontal = windows(node, x.shape, "pooling", "stride", None)
     counted = padded(np.ones((1, *x.shape[1:3], 1)), vertical, horizontal, 0)
     x = padded(x, vertical, horizontal, 0)
-    total, count = 0, 0
+    total: Any = 0
+    count: Any = 0
     for row in range(vertical.kernel):
         for column in range(horizontal.kernel):
             place = (slice(None), vertical.tap(row), horizontal.tap(column))
@@ -31,7 +32,7 @@ def max_pooling2d(node: Any, operands: Operands, outs: Values, shapes: Shapes) -
     vertical, horizontal = windows(node, x.shape, "pooling", "stride", "dilation")
     entry = DATATYPES[x.datatype]
     raw = padded(x.raw, vertical, horizontal, -np.inf if entry.quantization == "none" else entry.low)
-    best = None
+    best: Any = None
     for row in range(vertical.kernel):
         for column in range(horizontal.kernel):
             tap = raw[:, vertical.tap(row), horizontal.tap(column)]
