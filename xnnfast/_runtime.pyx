@@ -166,7 +166,7 @@ def empty(shape, dtype="fp32"):
     return padded_array(1, &n, cnp.NPY_UINT8, n).view(kind).reshape(dims)
 
 
-cdef inline bint tail_readable(const char* data, size_t nbytes) noexcept nogil:
+cdef bint tail_readable(const char* data, size_t nbytes) noexcept nogil:
     # The 16 bytes behind the last one lie in its page: certainly mapped.
     cdef uintptr_t end = <uintptr_t> data + nbytes
     return nbytes == 0 or ((end - 1) >> 12) == ((end + TAIL - 1) >> 12)
@@ -191,28 +191,6 @@ cdef bint is_padded(cnp.ndarray array, size_t nbytes):
 # Packed weights, shared by all runtimes of a graph
 
 
-cdef struct PackedEntry:
-    uint32_t seed
-    const void* kernel
-    const void* bias
-    size_t size
-    void* data
-    bint looked_up
-
-
-cdef struct PackedState:
-    # Written under PackedWeights.lock; entries never move and are only appended, so that runtimes which
-    # are running may read theirs meanwhile.
-    PackedEntry* entries
-    size_t count, capacity, nbytes
-    # Of the creation under way.
-    size_t cursor, pending
-    bint looked_up, broken, replaying
-    void* reserved
-    size_t reserved_size
-    size_t hits, misses
-
-
 @cython.final
 @cython.no_gc_clear
 cdef class PackedWeights:
@@ -223,11 +201,6 @@ cdef class PackedWeights:
     key only confirms it. Anything unexpected means: pack afresh for this runtime.
     Nothing ever moves: the addresses are captured when a runtime is reshaped.
     """
-
-    cdef xnn_weights_cache_provider provider
-    cdef PackedState state
-    cdef readonly object lock
-    cdef object __weakref__
 
     def __cinit__(self, size_t capacity):
         memset(&self.state, 0, sizeof(PackedState))
@@ -410,10 +383,6 @@ def isa():
 cdef class Pool:
     """A thread pool for one runtime; immutable, because resizing one from several threads is unsafe."""
 
-    cdef pthreadpool_t pool
-    cdef unsigned generation
-    cdef readonly int threads
-
     def __cinit__(self, int threads):
         self.pool = NULL
         self.threads = threads
@@ -446,22 +415,6 @@ cdef dict ENGINE_DATATYPES = {
 @cython.no_gc_clear
 cdef class Engine:
     """An XNNPACK runtime with its own workspace. One caller at a time; the owner sees to that."""
-
-    cdef xnn_runtime_t rt
-    cdef xnn_workspace_t workspace
-    # Pointers of all external values, inputs first, in the order of their engine ids.
-    cdef xnn_external_value* externals
-    cdef size_t num_externals, num_inputs, num_outputs
-    cdef bint bound
-    # XNNPACK reads constants that it does not pack for the runtime's whole life: lowered keeps them.
-    cdef readonly object lowered
-    # The runtime calls into the provider at every reshape and setup.
-    cdef PackedWeights packed
-    # The runtime uses the pool in every call.
-    cdef Pool pool
-    cdef readonly dict shapes
-    cdef readonly tuple pattern
-    cdef list scratch
 
     def __cinit__(self):
         self.rt = NULL
@@ -609,7 +562,7 @@ cdef class Engine:
             i += 1
         return 0
 
-    cdef inline xnn_status invoke(self) noexcept nogil:
+    cdef xnn_status invoke(self) noexcept nogil:
         """Set up if a pointer changed, then run. Every external pointer must be set."""
         cdef xnn_status status
         if not self.bound:
@@ -619,7 +572,7 @@ cdef class Engine:
             self.bound = True
         return xnn_invoke_runtime(self.rt)
 
-    cdef inline void bind(self, size_t i, void* data) noexcept nogil:
+    cdef void bind(self, size_t i, void* data) noexcept nogil:
         if self.externals[i].data != data:
             self.externals[i].data = data
             self.bound = False
@@ -761,7 +714,7 @@ cdef class Runtime:
     cdef Engine engine
     cdef Pool pool
     cdef PackedWeights packed
-    cdef bint closed
+    cdef bint closed, has_zero
     cdef size_t num_inputs, num_outputs
     # Current input and output shapes in C, for the checks of every call.
     cdef int* typenums
@@ -844,8 +797,9 @@ cdef class Runtime:
                 self.plans.pop(next(iter(self.plans)))
             self.plans[key] = plan
         shapes, pattern = plan
-        empty_input = any(0 in shape for shape in key)
-        if not empty_input and 0 not in [dim for shape in shapes.values() for dim in shape]:
+        # Kernels index before they look at a dimension of 0: such calls never reach the engine.
+        has_zero = any([0 in shape for shape in shapes.values()])
+        if not has_zero:
             try:
                 if self.engine is not None and self.engine.pattern == pattern:
                     if self.engine.shapes is not shapes and self.engine.shapes != shapes:
@@ -869,6 +823,7 @@ cdef class Runtime:
             for k in range(len(shape)):
                 self.dims[i * MAX_DIMS + k] = shape[k]
                 self.sizes[i] *= <size_t> shape[k]
+        self.has_zero = has_zero
         self.shape_key = key
         return 0
 
@@ -973,8 +928,13 @@ cdef class Runtime:
             self.pool = None
             self.engine = None
         if self.engine is None:
-            key, self.shape_key = self.shape_key, None
-            self.select(key if key is not None else tuple(value.shape for value in self.inputs))
+            self.restore()
+        return 0
+
+    cdef int restore(self) except -1:
+        """An engine for the current shapes, or for the declared ones where a failure left none."""
+        key, self.shape_key = self.shape_key, None
+        self.select(key if key is not None else tuple([value.shape for value in self.inputs]))
         return 0
 
     cdef object call(self, tuple inputs, object out):
@@ -987,6 +947,8 @@ cdef class Runtime:
             raise ClosedError("this runtime was closed")
         if self.generation != xf_fork_generation:
             self.revive()
+        if self.shape_key is None:
+            self.restore()
         if <size_t> len(inputs) != self.num_inputs:
             raise ArgumentError(f"need {self.num_inputs} inputs, got {len(inputs)}")
         for i in range(self.num_inputs):
@@ -994,29 +956,27 @@ cdef class Runtime:
                 held = self.take(inputs)
                 break
         cdef tuple arrays = inputs if held is None else tuple(held)
-        engine = self.engine
-        cdef list results = [None] * self.num_outputs
+        cdef tuple results
         cdef list copy_back = None
-        if out is not None:
-            self.check_out(out, arrays)
-        for j in range(self.num_outputs):
-            i = self.num_inputs + j
-            if out is None:
-                array = padded_array(self.ranks[i], &self.dims[i * MAX_DIMS], self.typenums[i], self.sizes[i])
-            else:
-                array = out[j]
-            results[j] = array
-        if self.shape_key is None or engine is None or any_zero(self.dims, self.ranks, self.num_inputs + self.num_outputs):
-            if self.is_empty():
-                return self.run_empty(arrays, results)
+        if out is None:
+            results = self.new_outputs()
+        else:
+            if not isinstance(out, (list, tuple)):
+                raise ArgumentError(f"out: need a list or tuple of {self.num_outputs} arrays, got {type(out).__name__}")
+            results = tuple(out)
+            self.check_out(results, arrays)
+        if self.has_zero:
+            return self.run_empty(arrays, results)
         if self.check_finite:
             self.scan(arrays, "input")
+        engine = self.engine
         for i in range(self.num_inputs):
             engine.bind(i, cnp.PyArray_DATA(<cnp.ndarray> arrays[i]))
         for j in range(self.num_outputs):
             i = self.num_inputs + j
-            array = results[j]
-            if out is not None and not tail_readable(<const char*> cnp.PyArray_DATA(array), self.sizes[i]) and not is_padded(array, self.sizes[i]):
+            array = <cnp.ndarray> results[j]
+            if (out is not None and not tail_readable(<const char*> cnp.PyArray_DATA(array), self.sizes[i])
+                    and not is_padded(array, self.sizes[i])):
                 if copy_back is None:
                     copy_back = []
                 array = self.stage_output(i)
@@ -1026,13 +986,22 @@ cdef class Runtime:
             status = engine.invoke()
         if status != xnn_status_success:
             self.engine = None
+            self.shape_key = None
             raise xnnpack_error("xnn_invoke_runtime", status)
         if copy_back is not None:
             for j, array in copy_back:
                 np.copyto(results[j], array)
         if self.check_finite:
             self.scan(results, "output")
-        return tuple(results)
+        return results
+
+    cdef tuple new_outputs(self):
+        cdef size_t i, j
+        cdef list made = []
+        for j in range(self.num_outputs):
+            i = self.num_inputs + j
+            made.append(padded_array(self.ranks[i], &self.dims[i * MAX_DIMS], self.typenums[i], self.sizes[i]))
+        return tuple(made)
 
     cdef list take(self, tuple inputs):
         """The inputs as arrays that fit, after a change of shape or a staged copy where needed."""
@@ -1054,19 +1023,19 @@ cdef class Runtime:
         self.staged += 1
         return array
 
-    cdef int check_out(self, object out, tuple arrays) except -1:
+    cdef int check_out(self, tuple out, tuple arrays) except -1:
         cdef size_t i, j, k
         cdef cnp.ndarray array, other
         cdef const char* start
         cdef const char* end
         cdef const char* other_start
-        if not isinstance(out, (list, tuple)) or <size_t> len(out) != self.num_outputs:
-            got = f"{len(out)} arrays" if isinstance(out, (list, tuple)) else type(out).__name__
-            raise ArgumentError(f"out: need a list or tuple of {self.num_outputs} arrays, got {got}")
+        cdef bint same
+        if <size_t> len(out) != self.num_outputs:
+            raise ArgumentError(f"out: need {self.num_outputs} arrays, got {len(out)}")
         for j in range(self.num_outputs):
             i = self.num_inputs + j
             x = out[j]
-            if not isinstance(x, np.ndarray):
+            if not cnp.PyArray_Check(x):
                 raise ArgumentError(f"out[{j}]: need a numpy.ndarray, got {type(x).__name__}")
             array = x
             if cnp.PyArray_TYPE(array) != self.typenums[i] or not cnp.PyArray_ISNOTSWAPPED(array):
@@ -1096,23 +1065,13 @@ cdef class Runtime:
                     raise OverlapError(f"out[{j}] shares memory with {what}")
         return 0
 
-    cdef bint is_empty(self):
-        cdef size_t i
-        cdef int k
-        for i in range(self.num_inputs + self.num_outputs):
-            for k in range(self.ranks[i]):
-                if self.dims[i * MAX_DIMS + k] == 0:
-                    return True
-        return self.engine is None
-
-    cdef object run_empty(self, tuple arrays, list results):
-        # Kernels index before they look at a dimension of 0, so the engine is never asked.
+    cdef object run_empty(self, tuple arrays, tuple results):
         if any(result.size for result in results):
             from . import reference
 
             for result, value in zip(results, reference.run(self.graph, *arrays)):
                 np.copyto(result, value)
-        return tuple(results)
+        return results
 
     cdef int scan(self, object arrays, str what) except -1:
         for i, array in enumerate(arrays):
@@ -1204,16 +1163,6 @@ cdef class Runtime:
 
     def __repr__(self):
         return f"Runtime({self.graph!r}, threads={self.threads})"
-
-
-cdef bint any_zero(cnp.npy_intp* dims, int* ranks, size_t n) noexcept nogil:
-    cdef size_t i
-    cdef int k
-    for i in range(n):
-        for k in range(ranks[i]):
-            if dims[i * MAX_DIMS + k] == 0:
-                return True
-    return False
 
 
 cdef size_t workspace_size(Engine engine):

@@ -1,0 +1,80 @@
+# What other compiled modules may use of the runtime; none of them links XNNPACK itself.
+
+cimport numpy as cnp
+from libc.stdint cimport uint32_t
+
+from ._graph cimport Graph
+from .includes.xnnpack cimport (
+    pthreadpool_t, xnn_external_value, xnn_runtime_t, xnn_status, xnn_weights_cache_provider, xnn_workspace_t,
+)
+
+
+cdef struct PackedEntry:
+    uint32_t seed
+    const void* kernel
+    const void* bias
+    size_t size
+    void* data
+    bint looked_up
+
+
+cdef struct PackedState:
+    # Written under PackedWeights.lock; entries never move and are only appended, so that runtimes which
+    # are running may read theirs meanwhile.
+    PackedEntry* entries
+    size_t count, capacity, nbytes
+    # Of the creation under way.
+    size_t cursor, pending
+    bint looked_up, broken, replaying
+    void* reserved
+    size_t reserved_size
+    size_t hits, misses
+
+
+cdef class PackedWeights:
+    cdef xnn_weights_cache_provider provider
+    cdef PackedState state
+    cdef readonly object lock
+    cdef object __weakref__
+    cdef void begin(self) noexcept nogil
+    cdef bint end(self) noexcept nogil
+
+
+cdef class Pool:
+    cdef pthreadpool_t pool
+    cdef unsigned generation
+    cdef readonly int threads
+
+
+cdef class Engine:
+    cdef xnn_runtime_t rt
+    cdef xnn_workspace_t workspace
+    # Pointers of all external values, inputs first, in the order of their engine ids.
+    cdef xnn_external_value* externals
+    cdef size_t num_externals, num_inputs, num_outputs
+    cdef bint bound
+    # XNNPACK reads constants that it does not pack for the runtime's whole life: lowered keeps them.
+    cdef readonly object lowered
+    # The runtime calls into the provider at every reshape and setup.
+    cdef PackedWeights packed
+    # The runtime uses the pool in every call.
+    cdef Pool pool
+    cdef readonly dict shapes
+    cdef readonly tuple pattern
+    cdef list scratch
+    @staticmethod
+    cdef Engine create(object lowered, dict shapes, Pool pool, uint32_t flags, PackedWeights packed)
+    cdef int plan(self) except -1
+    cdef int check_shapes(self) except -1
+    cdef bint is_index(self, id)
+    cdef int reshape(self, dict shapes) except -1
+    cdef int bind_scratch(self) except -1
+    cdef xnn_status invoke(self) noexcept nogil
+    cdef void bind(self, size_t i, void* data) noexcept nogil
+    cdef object profile_query(self, int what)
+
+
+cdef cnp.ndarray padded_array(int ndim, cnp.npy_intp* dims, int typenum, size_t nbytes)
+cdef bint tail_readable(const char* data, size_t nbytes) noexcept nogil
+cdef bint is_padded(cnp.ndarray array, size_t nbytes)
+cdef PackedWeights packed_weights(Graph graph, object lowered, uint32_t flags)
