@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ._row import Refusal, Shape
 
@@ -113,9 +113,9 @@ class Axis:
                 raise Refusal(f"{name} is {number}, need 0 to {MAX_PADDING}")
         return before, after
 
-    def size(self, attrs: Any, size: int, same_padding: bool, *, real: bool) -> int:
-        """Output size for an input size; ``real`` demands a real element in every window."""
-        kernel, stride, dilation, window = self.extent(attrs)
+    def window(self, attrs: Any, size: int, same_padding: int) -> Window:
+        """Where the windows lie over an input of that size."""
+        kernel, stride, dilation, extent = self.extent(attrs)
         before, after = self.padding(attrs)
         if size == 0:
             raise Refusal(f"the input is 0 {self.axis}, need 1 or more")
@@ -124,32 +124,50 @@ class Axis:
                 raise Refusal(f"{self.before} is {before} and {self.after} is {after}, "
                               "SAME padding (flag 0x4) needs both 0")
             out = -(-size // stride)
-            total = (out - 1) * stride + window - size
+            total = (out - 1) * stride + extent - size
             if total < 0:
                 # Correct would be no padding; XNNPACK's unsigned arithmetic wraps around instead.
                 raise Refusal(f"SAME padding (flag 0x4) with {self.stride} {stride} over {size} {self.axis} leaves "
-                              f"{-total} behind the last window of {window}, where {ENGINE} goes wrong: "
+                              f"{-total} behind the last window of {extent}, where {ENGINE} goes wrong: "
                               "use explicit padding of 0")
             before = total // 2
+            after = total - before
         else:
             padded = before + size + after
-            if padded < window:
-                raise Refusal(f"the window is {window} {self.axis} ({self.kernel} {kernel}"
+            if padded < extent:
+                raise Refusal(f"the window is {extent} {self.axis} ({self.kernel} {kernel}"
                               f"{f', dilation {dilation}' if dilation > 1 else ''}), the padded input is {padded} "
                               f"({before} + {size} + {after})")
-            out = (padded - window) // stride + 1
-        if real and not _touches(size, out, stride, before, kernel, dilation):
-            raise Refusal(f"{self.before} {before} and {self.after} {after} make a window of padding alone: "
-                          f"{self.kernel} is {kernel}, dilation {dilation}, the input is {size} {self.axis}")
-        return out
+            out = (padded - extent) // stride + 1
+        return Window(self, size, out, before, after, kernel, stride, dilation)
 
 
-def _touches(size: int, out: int, stride: int, before: int, kernel: int, dilation: int) -> bool:
-    """Whether each of ``out`` windows has a tap inside ``[0, size)``."""
-    if before > (kernel - 1) * dilation or (out - 1) * stride - before >= size:
-        return False
-    if size >= dilation:
-        # Taps are no further apart than the input is long: none can step over it.
-        return True
-    starts = range(-before, (out - 1) * stride - before + 1, stride)
-    return all(any(0 <= tap < size for tap in range(start, start + kernel * dilation, dilation)) for start in starts)
+class Window(NamedTuple):
+    """How a window slides along one axis of an input: ``out`` places, ``stride`` apart, from ``-before`` on."""
+
+    axis: Axis
+    size: int
+    out: int
+    before: int
+    after: int
+    kernel: int
+    stride: int
+    dilation: int
+
+    def __str__(self) -> str:
+        axis = self.axis
+        return (f"{axis.kernel} {self.kernel}, {axis.stride} {self.stride}, dilation {self.dilation} with "
+                f"{self.before} before and {self.after} after {self.size} {axis.axis}")
+
+    def touches(self) -> bool:
+        """Whether every window has a tap inside the input."""
+        size, dilation = self.size, self.dilation
+        reach = (self.kernel - 1) * dilation
+        last = (self.out - 1) * self.stride - self.before
+        if reach < self.before or last >= size:
+            return False
+        if size >= dilation:
+            # Taps are no further apart than the input is long: none can step over it.
+            return True
+        return all(any(0 <= tap < size for tap in range(start, start + reach + 1, dilation))
+                   for start in range(-self.before, last + 1, self.stride))

@@ -9,6 +9,7 @@ from ._quant import weighted
 from ._row import Op, Refusal, Shape, Shapes
 from ._rules import (
     CLAMP,
+    ENGINE,
     PADDING,
     SAME_PADDING,
     TRANSIENT_INDIRECTION_BUFFER,
@@ -60,8 +61,8 @@ def conv2d_shape(node: Any, ins: Shapes) -> list[Shape]:
     channels = _grouped(node, ins)
     n, height, width, _ = ins[0]
     same_padding = node.flags & SAME_PADDING
-    return [(n, HEIGHT.size(node.attrs, height, same_padding, real=False),
-             WIDTH.size(node.attrs, width, same_padding, real=False), channels)]
+    return [(n, HEIGHT.window(node.attrs, height, same_padding).out,
+             WIDTH.window(node.attrs, width, same_padding).out, channels)]
 
 
 def depthwise_shape(node: Any, ins: Shapes) -> list[Shape]:
@@ -79,8 +80,8 @@ def depthwise_shape(node: Any, ins: Shapes) -> list[Shape]:
     )
     n, height, width, _ = ins[0]
     same_padding = node.flags & SAME_PADDING
-    return [(n, HEIGHT.size(attrs, height, same_padding, real=False),
-             WIDTH.size(attrs, width, same_padding, real=False), outputs)]
+    return [(n, HEIGHT.window(attrs, height, same_padding).out,
+             WIDTH.window(attrs, width, same_padding).out, outputs)]
 
 
 def _transposed_size(axis: Axis, attrs: Any, size: int, adjustment: str) -> int:
@@ -99,10 +100,22 @@ def _transposed_size(axis: Axis, attrs: Any, size: int, adjustment: str) -> int:
 
 
 def conv_transpose2d_shape(node: Any, ins: Shapes) -> list[Shape]:
+    attrs = node.attrs
     channels = _grouped(node, ins)
     n, height, width, _ = ins[0]
-    return [(n, _transposed_size(HEIGHT, node.attrs, height, "adjustment_height"),
-             _transposed_size(WIDTH, node.attrs, width, "adjustment_width"), channels)]
+    sizes = (_transposed_size(HEIGHT, attrs, height, "adjustment_height"),
+             _transposed_size(WIDTH, attrs, width, "adjustment_width"))
+    strides = [attrs[axis.stride] for axis in (HEIGHT, WIDTH)]
+    kernels = [attrs[axis.kernel] for axis in (HEIGHT, WIDTH)]
+    undilated = attrs["dilation_height"] == attrs["dilation_width"] == 1
+    if undilated and all(stride <= kernel for stride, kernel in zip(strides, kernels)):
+        # Here XNNPACK convolves once per offset within the stride, and counts the elements of an
+        # offset that lies behind the output's end as a huge number.
+        for axis, size, stride in zip((HEIGHT, WIDTH), sizes, strides):
+            if size < stride - 1:
+                raise Refusal(f"the output would be {size} {axis.axis}, {ENGINE} needs {stride - 1} or more for "
+                              f"{axis.stride} {stride}")
+    return [(n, *sizes, channels)]
 
 
 _FIXED = (

@@ -9,12 +9,14 @@ from ._quant import same_pairs, strict_limits
 from ._row import Op, Refusal, Shape, Shapes
 from ._rules import (
     CLAMP,
+    ENGINE,
     FLOATS,
     KEEP_DIMS,
     MOVABLE,
     PADDING,
     SAME_PADDING,
     Axis,
+    Window,
     rank,
     same,
     text,
@@ -31,30 +33,73 @@ AVERAGE = [Axis(*fields[:-1], None) for fields in _FIELDS]
 ARGMAX = [Axis(*fields[:4], fields[3], None) for fields in _FIELDS]
 
 
-def _pooled(node: Any, ins: Shapes, axes: Sequence[Axis]) -> Shape:
+def _windows(node: Any, ins: Shapes, axes: Sequence[Axis]) -> tuple[Window, Window]:
     rank("input", ins[0], 4)
-    n, height, width, channels = ins[0]
-    attrs, same_padding = node.attrs, node.flags & SAME_PADDING
+    _, height, width, _ = ins[0]
+    same_padding = node.flags & SAME_PADDING
+    vertical = axes[0].window(node.attrs, height, same_padding)
+    horizontal = axes[1].window(node.attrs, width, same_padding)
+    for window in (vertical, horizontal):
+        if not window.touches():
+            raise Refusal(f"a window holds padding alone: {window}")
+    return vertical, horizontal
+
+
+def _pooled(x: Shape, vertical: Window, horizontal: Window) -> Shape:
+    return x[0], vertical.out, horizontal.out, x[3]
+
+
+def _larger_than_one(attrs: Any) -> None:
     if attrs["pooling_height"] * attrs["pooling_width"] == 1:
         raise Refusal("the window is 1x1, XNNPACK needs 2 or more elements in it")
-    return (n, axes[0].size(attrs, height, same_padding, real=True),
-            axes[1].size(attrs, width, same_padding, real=True), channels)
 
 
 def average_shape(node: Any, ins: Shapes) -> list[Shape]:
-    return [_pooled(node, ins, AVERAGE)]
+    vertical, horizontal = _windows(node, ins, AVERAGE)
+    # XNNPACK keeps pointers to the rows of the windows that reach into the padding, top and bottom, and
+    # one row between. Windows that reach into both make it mix up these rows.
+    top, bottom = (-(-padding // vertical.stride) for padding in (vertical.before, vertical.after))
+    if vertical.out - bottom < min(top, vertical.out - 1):
+        raise Refusal(f"{ENGINE} mixes up the rows of windows that reach into both top and bottom padding: {vertical}")
+    return [_pooled(ins[0], vertical, horizontal)]
 
 
 def maximum_shape(node: Any, ins: Shapes) -> list[Shape]:
-    for axis in MAXIMUM:
-        if node.attrs[axis.stride] > node.attrs[axis.kernel]:
-            raise Refusal(f"{axis.stride} is {node.attrs[axis.stride]}, need {axis.kernel} "
-                          f"{node.attrs[axis.kernel]} or less")
-    return [_pooled(node, ins, MAXIMUM)]
+    _larger_than_one(node.attrs)
+    vertical, horizontal = _windows(node, ins, MAXIMUM)
+    for window in (vertical, horizontal):
+        if window.stride > window.kernel:
+            raise Refusal(f"{window.axis.stride} is {window.stride}, need {window.axis.kernel} {window.kernel} or less")
+        if vertical.dilation > 1 or horizontal.dilation > 1:
+            _check_dilated(window)
+    return [_pooled(ins[0], vertical, horizontal)]
+
+
+def _check_dilated(window: Window) -> None:
+    """XNNPACK puts a tap of the same window in place of one in the padding.
+
+    With dilation it takes number ``before // dilation`` or the next one, without looking whether the
+    window has so many taps and whether that one is inside the input. Without horizontal dilation
+    windows side by side share taps, also the substitutes, which fit only one of them.
+    """
+    _, size, out, before, _, kernel, stride, dilation = window
+    skipped, rest = divmod(before, dilation)
+    reach = (kernel - 1) * dilation
+    first_whole = min(out, -(-before // stride))
+    last_whole = (size - 1 - reach + before) // stride
+    outside = (*range(first_whole), *range(max(first_whole, last_whole + 1), out))
+    wrong = outside and window.axis is MAXIMUM[1] and dilation == 1 and stride < kernel
+    for number in outside:
+        tap = skipped + (number * stride < rest)
+        wrong = wrong or tap >= kernel or number * stride - before + tap * dilation >= size
+    if wrong:
+        raise Refusal(f"{ENGINE} takes elements from outside a window for its padding when there is dilation: "
+                      f"{window}; pad with static_constant_pad instead")
 
 
 def argmax_shape(node: Any, ins: Shapes) -> list[Shape]:
-    out = _pooled(node, ins, ARGMAX)
+    _larger_than_one(node.attrs)
+    out = _pooled(ins[0], *_windows(node, ins, ARGMAX))
     return [out, out]
 
 
@@ -92,7 +137,8 @@ OPS = (
     Op("argmax_pooling2d", "XNNArgMaxPooling2d", "xnn_define_argmax_pooling_2d",
        f"{PADDING} {WINDOW} @input_id @output_value_id @output_index_id flags", shape=argmax_shape,
        datatypes=(("fp32", "fp32", "fp32"),), flags=SAME_PADDING,
-       doc="largest element of each window, and its place in the window (row by row, uint32)"),
+       doc="largest element of each window, and the number of its place in the window (uint32; column by column: "
+           "x * pooling_height + y; a place in the padding stands for the input's nearest element)"),
     Op("global_average_pooling2d", "XNNGlobalAvgPooling2d", "", "@input_id @output_id flags",
        shape=global_shape, normalize=global_normalize, datatypes=same(MOVABLE, 2), flags=KEEP_DIMS,
        doc="mean over height and width (axes -3 and -2); runs as static_reduce"),
