@@ -364,19 +364,28 @@ def test_convert_between_all_kinds_of_numbers():
     assert apply("convert", x, out=like("fp16")).dtype == np.float16
     assert apply("convert", np.float16(x), out=like("fp32")).tolist() == x.tolist()
     assert apply("convert", q8(np.int8([-128, 0, 127]), 0.5, 1), out=like("fp32")).tolist() == [-64.5, -0.5, 63]
-    # Within a type half to even, else by XNNPACK's reference code, away from zero.
-    assert apply("convert", q8(np.int8([-3, 0, 3]), 1, 0), out=like("qint8", PerTensor(2, 10))).tolist() == [8, 10, 12]
-    assert apply("convert", q8(np.int8([-3, 0, 3]), 1, 0), out=like("quint8", PerTensor(2, 10))).tolist() == [9, 10, 12]
+    # Within a type halves go up, else away from zero, with the zero point added before.
+    half = like("qint8", PerTensor(2, -10))
+    assert apply("convert", q8(np.int8([-3, 0, 3]), 1, 0), out=half).tolist() == [-11, -10, -8]
+    assert apply("convert", q8(np.uint8([125, 128, 131]), 1, 128), out=half).tolist() == [-12, -10, -9]
     assert apply("convert", F32([2.5, -2.5, NAN, 1e20]), out=like("int32")).tolist() == [3, -3, 0, 2147483520]
     assert apply("convert", np.int32([3, -4]), out=like("fp32")).tolist() == [3, -4]
     assert apply("convert", np.int32([3, -4]), out=like("qint8", PerTensor(0.5, 1))).tolist() == [7, -7]
 
 
-def test_quantized_addition_is_the_real_sum():
+def test_quantized_sums_round_halves_up():
     a, b = q8(np.int8([10, 100, -100]), 0.5, 2), q8(np.int8([1, 100, -100]), 0.25, -3)
     # 4 + 1 = 5, 49 + 25.75, -51 - 24.25; a step of 0.5 from zero point 1
     assert apply("add", a, b, out=like("qint8", PerTensor(0.5, 1))).tolist() == [11, 127, -128]
-    assert apply("subtract", a, b, out=like("qint8", PerTensor(0.5, 1))).tolist() == [7, 47, -53]
+    assert apply("subtract", a, b, out=like("qint8", PerTensor(0.5, 1))).tolist() == [7, 48, -52]
+
+
+def test_quantized_leaky_relu_has_multipliers_of_256ths():
+    x = q8(np.int8([-100, -1, 0, 1, 100]), 0.5, 0)
+    # 26 / 256 stand for 0.1.
+    got = apply("leaky_relu", x, attrs={"negative_slope": 0.1}, out=like("qint8", PerTensor(0.5, 0)))
+    assert got.tolist() == [-10, 0, 0, 1, 100]
+    assert math.floor(-100 * 26 / 256 + 0.5) == -10
 
 
 def test_quantized_products_round_half_to_even():

@@ -124,9 +124,10 @@ def dequantize(stored: Any, value: Any) -> np.ndarray:
 def quantize(real: Any, value: Any) -> np.ndarray:
     """The numbers that a value stores for real ones, as XNNPACK's Convert computes them.
 
-    The float32 product with the reciprocal of the scale is rounded to nearest, ties to even, and
-    saturates; NaN gives the highest number. ``value`` is a :class:`Value`, or anything with its
-    ``datatype`` and ``quantization``. 4-bit types come back unpacked: see :func:`pack_int4`.
+    The float32 product with the reciprocal of the scale (a float16 reciprocal for float16 arrays)
+    is rounded to nearest, ties to even, and saturates; NaN gives the highest number. ``value`` is a
+    :class:`Value`, or anything with its ``datatype`` and ``quantization``. 4-bit types come back
+    unpacked: see :func:`pack_int4`.
     """
     entry = _quantized(value)
     real = np.asarray(real)
@@ -137,7 +138,10 @@ def quantize(real: Any, value: Any) -> np.ndarray:
             # A float32 product can't tell neighbouring numbers of 32 bits apart.
             scaled = real.astype(np.float64) / scales
         else:
-            scaled = real.astype(np.float32) * (np.float32(1) / scales)
+            factor = np.asarray(np.float32(1) / scales)
+            if real.dtype == np.float16:
+                factor = factor.astype(np.float16).astype(np.float32)
+            scaled = real.astype(np.float32) * factor
         return saturate(np.rint(np.fmin(scaled, entry.high - zero_point)), zero_point, entry)
 
 

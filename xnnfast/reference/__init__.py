@@ -4,16 +4,15 @@ What it promises, kind by kind:
 
 =========================== =======================================================================
 fp32, fp16                  computed in float64, rounded once to the output's type
-static int8 products        fully connected, convolutions, multiplication, means: exact sums, then
-                            XNNPACK's fp32 requantization, bit for bit (on aarch64 multiplication
-                            may differ by a step at ties)
-8-bit functions             those that XNNPACK runs from a table or by reference code (sigmoid, exp,
-                            division, maximum, ...): float32, ties away from zero, as there
-other 8-bit arithmetic      addition, subtraction, leaky ReLU, resizing and Convert within an 8-bit
-                            type: the real result rounded half to even, within one step of XNNPACK's
-                            fixed-point arithmetic
-Convert of floats to 8 bits XNNPACK's float32 arithmetic, half to even, saturated; NaN gives the highest
-                            number (fp16 to qint8: within one step, XNNPACK's factor is an fp16 number)
+8-bit types                 bit for bit what XNNPACK computes on x86-64 (elsewhere multiplication may
+                            differ by a step at ties):
+                            - fully connected, convolutions, multiplication, means: exact sums, then
+                              its fp32 requantization, ties to even
+                            - addition, subtraction, leaky ReLU, resizing, Convert within a type: its
+                              fixed-point arithmetic, within one step of the real result
+                            - what it runs from a table or by reference code (sigmoid, exp, division,
+                              maximum, ...): float32, ties away from zero, NaN stored as 0
+                            - Convert of floats: float32, ties to even, NaN gives the highest number
 dynamic quantization        XNNPACK's choice of scale and zero point per row, products in float64
 fp16                        fp32 filters and biases of an fp16 layer are first rounded to fp16, as
                             XNNPACK's packing does

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..datatypes import DATATYPES
 from ..quantization import quantize, quantize_rows
+from . import _fixed
 from ._operand import (
     Operand,
     Operands,
@@ -69,9 +70,6 @@ UNARY: dict[str, Callable[[np.ndarray, Any], np.ndarray]] = {
     "elu": _elu,
 }
 
-#: Those that XNNPACK computes in 8 bits by fixed-point arithmetic of its own, within one step of the real result.
-FIXED_POINT = frozenset({"clamp", "leaky_relu", "add", "subtract", "multiply"})
-
 #: Conversions to 8 bits for which XNNPACK has vector code; others run its reference code.
 VECTOR_QUANTIZED = {("fp32", "qint8"), ("fp32", "quint8"), ("fp16", "qint8")}
 
@@ -88,7 +86,7 @@ BINARY: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
 
 
 def _apply(function: Callable[..., np.ndarray], node: Any, out: Any, *real: np.ndarray) -> np.ndarray:
-    if DATATYPES[out.datatype].quantization == "tensor" and node.op.name not in FIXED_POINT:
+    if DATATYPES[out.datatype].quantization == "tensor":
         # A step's worth hangs on the float32 argument where a function jumps: ceiling of 20 * 0.05.
         single = [each.astype(np.float32).astype(np.float64) for each in real]
         return store_away(function(*single), out, node.clamp)
@@ -103,6 +101,14 @@ def _wrapped(whole: np.ndarray, out: Any, clamp: Any) -> np.ndarray:
 def unary(node: Any, operands: Operands, outs: Values, shapes: Shapes) -> Results:
     (x,), (out,) = operands, outs
     function = UNARY[node.op.name]
+    if DATATYPES[out.datatype].quantization == "tensor":
+        if node.op.name == "leaky_relu":
+            return [limit(_fixed.rescale(x, out, node.attrs["negative_slope"]), out, node.clamp)]
+        if node.op.name == "clamp":
+            if x.value.quantization == out.quantization:
+                return [limit(x.raw, out, node.clamp)]
+            low, high = node.clamp or (-math.inf, math.inf)
+            return [store_away(np.clip(x.real.astype(np.float32), np.float32(low), np.float32(high)), out)]
     if out.datatype == "int32":
         return [_wrapped(function(x.raw.astype(np.int64), node.attrs), out, node.clamp)]
     return [_apply(lambda real: function(real, node.attrs), node, out, x.real)]
@@ -112,10 +118,13 @@ def binary(node: Any, operands: Operands, outs: Values, shapes: Shapes) -> Resul
     (a, b), (out,), name = operands, outs, node.op.name
     if out.datatype == "int32":
         return [_wrapped(BINARY[name](a.raw.astype(np.int64), b.raw.astype(np.int64)), out, node.clamp)]
-    if name == "multiply" and DATATYPES[out.datatype].quantization == "tensor":
-        scale = np.float32(a.value.quantization.scale) * np.float32(b.value.quantization.scale)
-        scale /= np.float32(out.quantization.scale)
-        return [requantize(a.integers * b.integers, scale, out, node.clamp)]
+    if DATATYPES[out.datatype].quantization == "tensor":
+        if name == "multiply":
+            scale = np.float32(a.value.quantization.scale) * np.float32(b.value.quantization.scale)
+            scale /= np.float32(out.quantization.scale)
+            return [requantize(a.integers * b.integers, scale, out, node.clamp)]
+        if name in ("add", "subtract"):
+            return [limit(_fixed.add(a, b, out, 1 if name == "add" else -1), out, node.clamp)]
     return [_apply(BINARY[name], node, out, a.real, b.real)]
 
 
@@ -129,8 +138,12 @@ def convert(node: Any, operands: Operands, outs: Values, shapes: Shapes) -> Resu
         return [limit(whole.astype(np.int32), out, node.clamp)]
     if (x.datatype, out.datatype) in VECTOR_QUANTIZED:
         return [limit(quantize(x.raw, out), out, node.clamp)]
-    if DATATYPES[out.datatype].quantization == "tensor" and x.datatype != out.datatype:
+    if DATATYPES[out.datatype].quantization == "tensor":
+        if x.datatype == out.datatype:
+            return [limit(_fixed.rescale(x, out), out, node.clamp)]
         return [store_away(x.real, out, node.clamp)]
+    if (x.datatype, out.datatype) == ("qint8", "fp16"):
+        return [store(x.integers * x.scales.astype(np.float16).astype(np.float64), out, node.clamp)]
     return [store(x.real, out, node.clamp)]
 
 

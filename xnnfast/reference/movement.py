@@ -8,6 +8,7 @@ import numpy as np
 
 from ..datatypes import DATATYPES
 from ..ops._rules import ALIGN_CORNERS, LEGACY_MODE
+from . import _fixed
 from ._operand import Operands, Results, Shapes, Values, clamp_bounds, limit, store
 
 
@@ -49,7 +50,11 @@ def concatenate(node: Any, operands: Operands, outs: Values, shapes: Shapes) -> 
     return [limit(np.concatenate([operand.raw for operand in operands], axis=axis), outs[0], node.clamp)]
 
 
-def _between(size: int, new_size: int, flags: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _real_between(low: np.ndarray, high: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    return low + (high - low) * weight
+
+
+def _places(size: int, new_size: int, flags: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(lower index, upper index, weight of the upper) for each new place, in float32 as XNNPACK computes them."""
     less = 1 if flags & ALIGN_CORNERS and new_size != 1 else 0
     step = np.float32(size - less) / np.float32(new_size - less)
@@ -62,13 +67,15 @@ def _between(size: int, new_size: int, flags: int) -> tuple[np.ndarray, np.ndarr
 
 
 def static_resize_bilinear2d(node: Any, operands: Operands, outs: Values, shapes: Shapes) -> Results:
-    x = operands[0].real
-    low, high, weight = _between(x.shape[2], node.attrs["new_width"], node.flags)
-    left, right = x[:, :, low], x[:, :, high]
-    x = left + (right - left) * weight[:, None]
-    low, high, weight = _between(x.shape[1], node.attrs["new_height"], node.flags)
-    top, bottom = x[:, low], x[:, high]
-    return [store(top + (bottom - top) * weight[:, None, None], outs[0], node.clamp)]
+    (x,), (out,) = operands, outs
+    exact = DATATYPES[out.datatype].quantization == "tensor"
+    pixels = x.raw.astype(np.int64) if exact else x.real
+    between = _fixed.between if exact else _real_between
+    low, high, weight = _places(x.shape[2], node.attrs["new_width"], node.flags)
+    pixels = between(pixels[:, :, low], pixels[:, :, high], weight[:, None])
+    low, high, weight = _places(x.shape[1], node.attrs["new_height"], node.flags)
+    pixels = between(pixels[:, low], pixels[:, high], weight[:, None, None])
+    return [limit(_fixed.back_from_weights(pixels, out), out, node.clamp) if exact else store(pixels, out, node.clamp)]
 
 
 REFERENCES = {
