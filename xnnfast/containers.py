@@ -75,25 +75,34 @@ class Segments(Sequence[Blob]):
 
     def __init__(self, payload: Payload, start: int, places: list[tuple[int, int]]) -> None:
         self.payload = payload
-        self._start = start
-        self._places = places
+        self.start = start
+        #: (offset from start, size) of each.
+        self.places = places
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self.places)
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return tuple(self[each] for each in range(*index.indices(len(self))))
-        offset, nbytes = self._places[index]
-        return Blob(self.payload, self._start + offset, nbytes)
+        offset, nbytes = self.places[index]
+        return Blob(self.payload, self.start + offset, nbytes)
 
 
 class NamedData:
     """Blobs by key, of one program or data file, or of several together."""
 
     def __init__(self, *files: tuple[Segments, dict[str, int], dict[str, list[int]]]) -> None:
-        # Of each file: segments, key -> segment, key -> other segments of a key that occurs repeatedly.
+        # Of each file: segments, key -> segment, key -> all segments of a key, if any occurs repeatedly.
         self._files = files
+
+    @property
+    def single(self) -> tuple[Payload, int, dict[str, int], list[tuple[int, int]]] | None:
+        """(payload, start, key -> segment, places) when each key is there once, for a loop that needs no :meth:`find`."""
+        if len(self._files) != 1 or self._files[0][2]:
+            return None
+        segments, known, _ = self._files[0]
+        return segments.payload, segments.start, known, segments.places
 
     def merged(self, others: Iterable[NamedData]) -> NamedData:
         """This and other named data as one."""
@@ -428,11 +437,12 @@ def _segments(payload: Payload, start: int, nbytes: int, root: Table, header: _H
 def _named(root: Table, segments: Segments) -> NamedData:
     rows = root.rows("named_data", "key", "segment_index")
     known = dict(rows)
+    count = len(segments)
     for number, (key, index) in enumerate(rows):
         if key is None:
             raise FormatError("need a key, found none", path=f"{root.kind}.named_data[{number}]")
-        if index >= len(segments):
-            raise FormatError(f"need a segment from 0 to {len(segments) - 1}, found {index}",
+        if index >= count:
+            raise FormatError(f"need a segment from 0 to {count - 1}, found {index}",
                               path=f"{root.kind}.named_data[{number}].segment_index")
     more: dict[str, list[int]] = {}
     if len(known) != len(rows):

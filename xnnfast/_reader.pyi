@@ -1,0 +1,42 @@
+from collections.abc import Mapping
+
+from ._graph import Constant, Graph, Node, Value
+from ._payload import Payload
+from .caps import Limits
+from .containers import Section
+
+def constant_at(
+    payload: Payload, offset: int, nbytes: int, index: int = 0, *, copy: bool | None = None, key: str | None = None
+) -> Constant: ...
+def bits_of(datatype: str) -> int: ...
+
+class Decoded:
+    values: list[Value]
+    nodes: list[Node]
+    inputs: list[Value]
+    outputs: list[Value]
+    notes: list[str]
+    source: str
+    @property
+    def dialect(self) -> str: ...
+    @property
+    def container(self) -> str: ...
+    @property
+    def version(self) -> str: ...
+    @property
+    def mem_buffer_sizes(self) -> tuple[int, ...]: ...
+    @property
+    def owner(self) -> Payload: ...
+    @property
+    def limits(self) -> Limits: ...
+    def graph(self) -> Graph: ...
+    def replace_value(self, old: Value, new: Value) -> None: ...
+
+def read(
+    section: Section,
+    dialect: str | None = None,
+    *,
+    copy: bool | None = None,
+    quantization: Mapping[int, tuple[float, int]] | None = None,
+    limits: Limits = ...,
+) -> Decoded: ...
