@@ -27,6 +27,9 @@ MOVABLE = FLOATS + Q8
 #: What can be copied in one piece.
 COPYABLE = (*MOVABLE, "bf16", "int32", "qint32")
 
+MOVED = "Elements are moved as they are."
+UNPROMISED = "Nothing is promised: a NaN may come out as a limit, without limits as an infinity or as NaN."
+
 PADDING = "padding_top padding_right padding_bottom padding_left"
 CLAMP = "clamp.min clamp.max"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ._row import Op, Refusal, Shape, Shapes
-from ._rules import FLOATS, rank, same, text
+from ._rules import FLOATS, UNPROMISED, rank, same, text
 
 
 def softmax_shape(node: Any, ins: Shapes) -> list[Shape]:
@@ -48,5 +48,6 @@ OPS = (
        "@query_id @key_id @value_id @scale_id @mask_id @output_id flags", shape=attention_shape,
        datatypes=same(FLOATS, 6), flags=0,
        doc="softmax((query * scale) @ key^T + mask) @ value; runs as multiply, batch_matrix_multiply, add, softmax "
-           "and batch_matrix_multiply"),
+           "and batch_matrix_multiply",
+       nan=UNPROMISED),
 )

@@ -54,8 +54,7 @@ def _unary(name: str, kind: str, doc: str, *, block: str = "=NULL", types: Seque
     )
 
 
-SECOND = "Of a NaN and a number, the second operand is the result."
-ROOT = "Vector kernels give NaN at infinity{}."
+SECOND = "Of a NaN and a number the second operand is the result; of a NaN stretched over the other operand, NaN."
 _CONVERTIBLE = ("fp32", "fp16", "bf16", *Q8, "int32")
 
 OPS = (
@@ -67,12 +66,14 @@ OPS = (
     _binary("minimum", "XNNMinimum", "the smaller of input1 and input2", nan=SECOND),
     _binary("maximum", "XNNMaximum", "the larger of input1 and input2", nan=SECOND),
     _binary("prelu", "XNNPReLU", "input1 where it is not negative, else input1 * input2", types=REAL),
-    _unary("clamp", "XNNClamp", "input held between the limits", block="&clamp", types=INTEGER),
+    _unary("clamp", "XNNClamp", "input held between the limits", block="&clamp", types=INTEGER,
+           nan="NaN stays NaN in fp32; vector kernels give the lower limit for it in fp16."),
     _unary("sigmoid", "XNNSigmoid", "1 / (1 + exp(-input))"),
     _unary("floor", "XNNFloor", "input rounded down"),
-    _unary("square_root", "XNNSquareRoot", "square root of input", nan=ROOT.format("")),
+    _unary("square_root", "XNNSquareRoot", "square root of input",
+           nan="NaN at infinity; in fp16 also NaN at -0, and -0 below 0."),
     _unary("reciprocal_square_root", "XNNReciprocalSquareRoot", "1 / square root of input",
-           nan=ROOT.format(" and at 0")),
+           nan="NaN at infinity and at 0 in fp32."),
     _unary("ceiling", "XNNCeiling", "input rounded up"),
     _unary("gelu", "XNNGelu", "input * (1 + erf(input / sqrt(2))) / 2"),
     _unary("hardswish", "XNNHardswish", "input * min(max(input + 3, 0), 6) / 6"),

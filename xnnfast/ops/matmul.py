@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from ._quant import channel_axis, constant, tokens, weighted
+from ._quant import channel_axis, constant, operand_type, tokens, weighted
 from ._row import Op, Refusal, Shape, Shapes
 from ._rules import (
     CLAMP,
@@ -14,6 +14,7 @@ from ._rules import (
     RESHAPE_2D,
     TRANSPOSE_B,
     TRANSPOSE_WEIGHTS,
+    UNPROMISED,
     broadcast,
     rank,
     text,
@@ -57,6 +58,7 @@ _FC = (
     ("fp32", "fp32", "fp32", "fp32"),
     ("fp16", "fp16", "fp16", "fp16"),
     ("fp16", "fp32", "fp32", "fp16"),
+    # With a bias these two are refused by fully_connected_check.
     ("fp32", "qcint8", "fp32", "fp32"),
     ("fp32", "qcint4", "fp32", "fp32"),
     *(("qdint8", weights, "fp32", out) for weights in ("qcint8", "qcint4", "qbint4") for out in ("fp32", "fp16")),
@@ -64,6 +66,17 @@ _FC = (
     ("qint8", "qcint8", "qcint32", "qint8"),
     ("quint8", "quint8", "qint32", "quint8"),
 )
+
+
+_weighted = weighted(lambda node: node.flags & TRANSPOSE_WEIGHTS, 1, dynamic=True)
+
+
+def fully_connected_check(node: Any, ins: Sequence[Any], outs: Sequence[Any]) -> None:
+    x, weights, bias = ins
+    if bias is not None and operand_type(x) == "fp32" and weights.datatype in ("qcint8", "qcint4"):
+        raise Refusal(f"{ENGINE} multiplies the bias (value {bias.id}) by the scales of a {weights.datatype} filter "
+                      "when the input is fp32: leave the bias out and add it afterwards")
+    _weighted(node, ins, outs)
 
 
 def batch_matrix_multiply_check(node: Any, ins: Sequence[Any], outs: Sequence[Any]) -> None:
@@ -81,13 +94,15 @@ def batch_matrix_multiply_check(node: Any, ins: Sequence[Any], outs: Sequence[An
 OPS = (
     Op("fully_connected", "XNNFullyConnected", "xnn_define_fully_connected",
        f"{CLAMP} @input1_id @filter_id @bias_id? @output_id flags", shape=fully_connected_shape,
-       check=weighted(lambda node: node.flags & TRANSPOSE_WEIGHTS, 1, dynamic=True),
+       check=fully_connected_check,
        datatypes=with_and_without_bias(*_FC), flags=TRANSPOSE_WEIGHTS | RESHAPE_2D, packed=(1, 2),
-       doc="input @ filter^T + bias over the last axis; filter is [out, in], or [in, out] with flag 0x1"),
+       doc="input @ filter^T + bias over the last axis; filter is [out, in], or [in, out] with flag 0x1",
+       nan=UNPROMISED),
     Op("batch_matrix_multiply", "XNNBatchMatrixMultiply", "xnn_define_batch_matrix_multiply",
        "@input1_id @input2_id @output_id flags", shape=batch_matrix_multiply_shape,
        check=batch_matrix_multiply_check,
        datatypes=(("fp32", "fp32", "fp32"), ("fp16", "fp16", "fp16"), ("qdint8", "qcint8", "fp32")),
        flags=TRANSPOSE_B, packed=(1,),
-       doc="input1 @ input2 over the last two axes, the others broadcast; flag 0x1 transposes input2"),
+       doc="input1 @ input2 over the last two axes, the others broadcast; flag 0x1 transposes input2",
+       nan=UNPROMISED),
 )
