@@ -24,13 +24,19 @@ from typing import Any
 import numpy as np
 import pytest
 from op_graphs import CASES, built
-from xnnfast._graph import Constant, Node, Value
 
 from xnnfast import writer
+from xnnfast._graph import Constant, Graph, Node, Value
 from xnnfast.builder import GraphBuilder
 from xnnfast.errors import ArgumentError, GraphError, UnsupportedError
+from xnnfast.load import load
 from xnnfast.ops import OPS
 from xnnfast.quantization import PerBlock, PerChannel, PerTensor, PerToken
+
+_spec = importlib.util.spec_from_file_location("golden_make", Path(__file__).parent / "golden" / "make.py")
+assert _spec is not None and _spec.loader is not None
+golden: Any = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(golden)
 
 NONE = 0xFFFFFFFF
 SCHEMA = Path(__file__).resolve().parents[1] / "schema"
@@ -500,6 +506,104 @@ def test_parts_are_stored_as_they_are() -> None:
     file = written(writer.Parts(values, [], values, []))
     assert [tensor.scalar(4, "I") for tensor, _ in file.tensors] == [7, 3, 3]
     assert file.root.vector(4, "I") == (0, 1, 2)
+
+
+def swapped() -> Graph:
+    """A seed graph whose list of inputs is not in the order of external ids, which are not from 0."""
+    values = [
+        Value(0, "fp32", (2, 3), external_id=9, is_input=True),
+        Value(1, "fp32", (3,), external_id=4, is_input=True),
+        Value(2, "fp32", (2, 3), external_id=6, is_output=True),
+    ]
+    return Graph(values, [Node(OPS["add"], (0, 1), (2,), index=0)], values[:2], values[2:], dialect="seed")
+
+
+@pytest.mark.parametrize("dialect, container", LAYOUTS)
+def test_order_of_a_graph_is_kept(dialect: str, container: str) -> None:
+    graph = swapped()
+    again = load(writer.to_bytes(graph, dialect=dialect, container=container))
+    assert [value.id for value in again.inputs] == [0, 1]
+    assert [value.external_id for value in (*again.inputs, *again.outputs)] == [0, 1, 2]
+
+
+def test_external_ids_are_kept_where_they_can_be() -> None:
+    b = GraphBuilder()
+    x, y = b.input((2,), external_id=2), b.input((2,), external_id=1)
+    b.output(b.add(x, y), external_id=0)
+    graph = b.graph()
+    again = load(writer.to_bytes(graph))
+    assert [(value.id, value.external_id) for value in again.inputs] == [(1, 1), (0, 2)]
+    assert [value.external_id for value in again.outputs] == [0]
+
+
+def test_orders_that_one_numbering_cannot_give() -> None:
+    values = [Value(place, "fp32", (2,), external_id=place, is_input=True, is_output=True) for place in (0, 1)]
+    graph = Graph(values, [], values, values[::-1], dialect="seed")
+    again = load(writer.to_bytes(graph, dialect="seed", version=None), dialect="seed")
+    assert [value.id for value in again.outputs] == [1, 0]
+    with pytest.raises(UnsupportedError, match=r"can't give inputs \[0, 1\] and outputs \[1, 0\] both"):
+        writer.to_bytes(graph)
+
+
+# ---- round trips
+
+
+@pytest.mark.parametrize("options", [{}, {"scales": "constant"}, {"dialect": "xn00"},
+                                     {"dialect": "xn00", "container": "XH00"}], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_round_trip_of_operator(name: str, options: dict[str, str], tmp_path: Path) -> None:
+    b = built(name)
+    path = tmp_path / "graph.xnn"
+    b.save(path, **options)
+    graph = load(path)
+    assert golden.describe(graph) == golden.describe(b.graph())
+    assert (graph.dialect, graph.container) == (options.get("dialect", "xn01"),
+                                                options.get("container", "bare" if "dialect" in options else "XH00"))
+    # Aligned, and with room behind the last one: nothing had to be copied.
+    assert graph.zero_copy == (len(graph.constants), len(graph.constants))
+    assert graph.notes == ()
+
+
+def test_round_trip_of_seed(tmp_path: Path) -> None:
+    b = add_graph()
+    b.save(tmp_path / "add.xnn", dialect="seed")
+    graph = load(tmp_path / "add.xnn")
+    assert (graph.dialect, graph.container, graph.zero_copy, graph.notes) == ("seed", "bare", (1, 1), ())
+    assert golden.describe(graph) == golden.describe(b.graph(dialect="seed"))
+
+
+@pytest.mark.parametrize("options", [{}, {"scales": "constant"}, {"scales": "inline"}], ids=str)
+def test_round_trip_of_quantization(options: dict[str, str]) -> None:
+    for make in (golden.convolution, golden.four_bits):
+        b = make()
+        assert golden.describe(load(b.finish(**options))) == golden.describe(b.graph())
+
+
+def test_written_again_from_a_file(tmp_path: Path) -> None:
+    first = golden.convolution().finish()
+    assert writer.to_bytes(load(first)) == first
+    # Over the very file whose constants are being read.
+    path = tmp_path / "graph.xnn"
+    path.write_bytes(first)
+    graph = load(path)
+    writer.write(path, graph, scales="constant")
+    assert golden.describe(load(path)) == golden.describe(graph)
+
+
+# ---- golden files
+
+
+@pytest.mark.parametrize("path", sorted(golden.HERE.glob("*.bin")), ids=lambda path: path.stem)
+def test_golden_file(path: Path) -> None:
+    graph = load(path)
+    assert f"{graph.dialect}-{graph.container}" == "-".join(path.stem.split("-")[:2])
+    assert golden.describe(graph) == json.loads(path.with_suffix(".json").read_text())
+
+
+@pytest.mark.parametrize("name", golden.FILES)
+def test_golden_file_means_what_is_written_today(name: str) -> None:
+    make, options = golden.FILES[name]
+    assert golden.describe(load(make().finish(**options))) == golden.describe(load(golden.HERE / f"{name}.bin"))
 
 
 # ---- files

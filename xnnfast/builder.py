@@ -22,7 +22,6 @@ import numpy as np
 
 from . import datatypes as _datatypes
 from . import writer as _writer
-from ._generated import schema
 from ._graph import Constant, Graph, Node, Value
 from .errors import ArgumentError, DtypeError, GraphError, ShapeError
 from .ops import OPS, Refusal, check_op, operand_type
@@ -55,7 +54,7 @@ if TYPE_CHECKING:
 __all__ = ["GraphBuilder"]
 
 #: NumPy dtype -> datatype of a constant, by the kind of quantization given with it.
-_NAMES = {
+_NAMES: dict[tuple[np.dtype[Any], str], str] = {
     (np.dtype(np.float32), "none"): "fp32",
     (np.dtype(np.float16), "none"): "fp16",
     (np.dtype(np.int32), "none"): "int32",
@@ -68,7 +67,7 @@ _NAMES = {
     (np.dtype(np.uint8), "block"): "qbint4",
 }
 _BF16 = _datatypes.DATATYPES["bf16"].dtype
-if np.dtype(np.uint16) != _BF16:
+if _BF16 is not None and np.dtype(np.uint16) != _BF16:
     _NAMES[_BF16, "none"] = "bf16"
 
 _CATEGORIES = {PerTensor: "tensor", PerChannel: "channel", PerBlock: "block", PerToken: "token"}
@@ -596,9 +595,9 @@ class GraphBuilder:
         return self._concatenate([a, b, c, d, e], axis, options)
 
     def _concatenate(self, operands: Sequence[Operand], axis: int, options: Options) -> Value:
-        operands = [self._operand(operand) for operand in operands]
-        rank = len(operands[0].shape)
-        return self.node(f"concatenate{len(operands)}", operands,
+        values = [self._operand(operand) for operand in operands]
+        rank = len(values[0].shape)
+        return self.node(f"concatenate{len(values)}", values,
                          {"axis": axis + rank if -rank <= axis < 0 else axis}, **options)[0]
 
 
@@ -692,9 +691,10 @@ def _limits(clamp: Limits | None) -> tuple[float, float] | None:
     return low, high
 
 
-#: Table -> field -> (vector?, scalar type) of the nodes' own fields.
+#: Kind -> field -> (vector?, scalar type) of the nodes' own fields.
 _FIELDS = {member: {field: (kind == "vector_scalar", scalar) for field, _, kind, scalar, _, _ in
-                    schema.TABLES["xnn"][table]} for _, member, table in schema.UNIONS["xnn"]["XNodeUnion"]}
+                    _writer.schema.TABLES["xnn"][table]}
+           for _, member, table in _writer.schema.UNIONS["xnn"]["XNodeUnion"]}
 
 
 def _attributes(op: Op, attrs: Mapping[str, Any]) -> dict[str, Any]:
@@ -776,6 +776,7 @@ def _constant_datatype(array: Array, datatype: str | None, quantization: Quantiz
     if entry is None or datatype == "qdint8":
         raise DtypeError(f"need a datatype of {', '.join(name for name in _datatypes.DATATYPES if name != 'qdint8')}, "
                          f"found {datatype!r}", got=datatype)
+    allowed: tuple[np.dtype[Any], ...]
     allowed = (np.dtype(np.int8), np.dtype(np.uint8)) if entry.dtype is None else (entry.dtype,)
     if datatype == "bf16":
         allowed += (np.dtype(np.uint16),)

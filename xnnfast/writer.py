@@ -21,8 +21,9 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ._generated import schema
+from ._generated import schema as _schema
 from ._graph import Graph
+from .dialects import DIALECTS, Dialect
 from .errors import ArgumentError, GraphError, UnsupportedError
 from .quantization import PerBlock, PerChannel, PerTensor, PerToken, bf16_to_f32
 
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
     Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 __all__ = ["Parts", "encode", "to_bytes", "write"]
+
+#: Nested data of many types.
+schema: Any = _schema
 
 #: An id that names nothing. It must be stored: an absent id reads as 0, which is a value's number.
 NO_ID = 0xFFFFFFFF
@@ -57,18 +61,8 @@ FLATBUFFER_LIMIT = 2**31 - 1
 INPUT, OUTPUT = 1, 2
 
 
-class _Dialect(NamedTuple):
-    key: str  # of the schema tables
-    identifier: bytes | None
-    containers: tuple[str, ...]  # the first is the default
-    version: str
-
-
-DIALECTS = {
-    "seed": _Dialect("seed", None, ("bare",), SEED_VERSION),
-    "xn00": _Dialect("xnn", b"XN00", ("bare", "XH00"), "0"),
-    "xn01": _Dialect("xnn", b"XN01", ("XH00",), "0"),
-}
+#: Dialect -> containers it is written in, the first where none is asked for, and the version text.
+_RULES = {"seed": (("bare",), SEED_VERSION), "xn00": (("bare", "XH00"), "0"), "xn01": (("XH00",), "0")}
 
 
 class Parts(NamedTuple):
@@ -160,18 +154,18 @@ def _stream(file: IO[bytes], pieces: Iterable[Piece]) -> int:
 def _pieces(graph: Graph | Parts, dialect: str, container: str | None, scales: str | None,
             version: str | None) -> list[Piece]:
     """The file as a list of buffers, the constants among them uncopied."""
-    rule = DIALECTS.get(dialect)
-    if rule is None:
-        raise ArgumentError(f"need a dialect of {', '.join(DIALECTS)}, found {dialect!r}")
+    if dialect not in _RULES:
+        raise ArgumentError(f"need a dialect of {', '.join(_RULES)}, found {dialect!r}")
+    containers, usual = _RULES[dialect]
     if container is None:
-        container = rule.containers[0]
-    if container not in rule.containers:
-        raise ArgumentError(f"need container {' or '.join(map(repr, rule.containers))} for dialect {dialect}, "
-                            f"found {container!r}")
+        container = containers[0]
+    if container not in containers:
+        raise ArgumentError(f"need container {' or '.join(map(repr, containers))} for dialect {dialect}, found "
+                            f"{container!r}")
     if scales not in (None, "inline", "constant"):
         raise ArgumentError(f"need scales 'inline' or 'constant', found {scales!r}")
-    plan = _Plan(graph, dialect, container, scales)
-    return plan.pieces(rule.version if version is None else version)
+    plan = _Plan(graph, DIALECTS[dialect], container, scales)
+    return plan.pieces(usual if version is None else version)
 
 
 # ---- structure: nested dictionaries to a flatbuffer
@@ -202,7 +196,7 @@ class _Encoder:
 
     def __init__(self, schema_key: str) -> None:
         try:
-            import flatbuffers
+            import flatbuffers  # type: ignore[import-untyped]
             from flatbuffers import number_types
         except ImportError as error:
             raise ImportError("writing a graph needs the package flatbuffers, which reading does not; "
@@ -315,14 +309,14 @@ class _Encoder:
 class _Plan:
     """Decides numbers and places for one file."""
 
-    def __init__(self, graph: Graph | Parts, dialect: str, container: str, scales: str | None) -> None:
+    def __init__(self, graph: Graph | Parts, dialect: Dialect, container: str, scales: str | None) -> None:
         self.graph = graph
-        self.dialect = dialect
-        self.rule = DIALECTS[dialect]
+        self.dialect = dialect.name
+        self.rule = dialect
         self.container = container
         self.scales = scales
-        self.numbers = {name: number for number, name in schema.DATATYPES[self.rule.key].items()}
-        self.kinds = {member: table for _, member, table in schema.UNIONS[self.rule.key]["XNodeUnion"]}
+        self.numbers = {name: number for number, name in dialect.datatypes.items()}
+        self.kinds = {member: table for _, member, table in schema.UNIONS[dialect.key]["XNodeUnion"]}
         # Constants in the order of their numbers, from 1; a buffer that several values use has one number.
         self.constants: list[memoryview] = []
         self.known: dict[int, int] = {}
@@ -368,7 +362,7 @@ class _Plan:
 
     def limit(self, size: int) -> None:
         if size > FLATBUFFER_LIMIT:
-            other = "" if self.rule.containers == ("bare",) else "; container 'XH00' keeps them outside"
+            other = "" if self.dialect == "seed" else "; container 'XH00' keeps them outside"
             raise UnsupportedError(f"a flatbuffer holds at most {FLATBUFFER_LIMIT} bytes, with its constants this "
                                    f"one needs {size}{other}")
 
@@ -477,6 +471,9 @@ class _Plan:
             return "PerTensorQuant", {"scale": params.scale, "zero_point": params.zero_point}
         if isinstance(params, PerToken):
             return "PerTokenDynamicQuant", {"num_nonbatch_dims": params.num_nonbatch_dims}
+        if not isinstance(params, (PerChannel, PerBlock)):
+            raise GraphError(f"need PerTensor, PerChannel, PerBlock or PerToken as the quantization of value "
+                             f"{value.id}, found {type(params).__name__}", value=value.id)
         fields: dict[str, Any] = {"channel_dim": params.axis, "num_scales": len(params.scales)}
         if isinstance(params, PerChannel):
             if self.scales == "constant":
@@ -484,16 +481,13 @@ class _Plan:
             else:
                 fields |= {"scale": params.scales, "scale_buffer_idx": 0}
             return "PerChannelQuant", fields
-        if isinstance(params, PerBlock):
-            fields["group_size"] = params.block_size
-            if self.scales == "inline":
-                # Widened they are exact, and a reader's narrowing gives these very bits again.
-                fields |= {"scale": bf16_to_f32(params.scales), "scale_buffer_idx": 0}
-            else:
-                fields["scale_buffer_idx"] = self.number(params.scales, _little(params.scales, "<u2"))
-            return "PerChannelGroupQuant", fields
-        raise GraphError(f"need PerTensor, PerChannel, PerBlock or PerToken as the quantization of value {value.id}, "
-                         f"found {type(params).__name__}", value=value.id)
+        fields["group_size"] = params.block_size
+        if self.scales == "inline":
+            # Widened they are exact, and a reader's narrowing gives these very bits again.
+            fields |= {"scale": bf16_to_f32(params.scales), "scale_buffer_idx": 0}
+        else:
+            fields["scale_buffer_idx"] = self.number(params.scales, _little(params.scales, "<u2"))
+        return "PerChannelGroupQuant", fields
 
     # -- nodes
 
