@@ -168,19 +168,29 @@ def _nibbles(node: Any, weights: Any) -> None:
 
 def _requantization(x: Any, weights: Any, bias: Any, out: Any) -> None:
     per_channel = weights.datatype == "qcint8"
-    scales = [float(each) for each in weights.quantization.scales] if per_channel else [pair(weights)[0]]
-    in_scale, out_scale = pair(x)[0], pair(out)[0]
-    products = [f32(in_scale * scale) for scale in scales]
-    for channel, product in enumerate(products):
+    scales, in_scale, out_scale = weights.quantization, pair(x)[0], pair(out)[0]
+    if per_channel:
+        # Arrays of float32; this runs for every channel of a network when it is opened.
+        products = scales.scales * in_scale
+        ratios = products / out_scale
+        fine = ratios.size == 0 or (ratios.min() >= 2**-32 and ratios.max() < 2**8)
+        found = None if bias is None else bias.quantization.scales
+        fine = fine and (bias is None or bool((abs(found - products) <= products * BIAS_SCALE_TOLERANCE).all()))
+    else:
+        products = [f32(f32(scales.scale) * in_scale)]
+        found = None if bias is None else [pair(bias)[0]]
+        fine = False
+    if not fine:
+        _each_channel(products, out_scale, bias, found, per_channel)
+
+
+def _each_channel(products: Any, out_scale: float, bias: Any, found: Any, per_channel: bool) -> None:
+    for channel, product in enumerate(map(float, products)):
         at = f"of output channel {channel} " if per_channel else ""
         ratio(f"input scale * filter scale {at}/ output scale", f32(product / out_scale), 2**-32, 2**8)
-    if bias is None:
-        return
-    found = [float(each) for each in bias.quantization.scales] if per_channel else [pair(bias)[0]]
-    for channel, (scale, product) in enumerate(zip(found, products)):
-        if not abs(scale - product) <= BIAS_SCALE_TOLERANCE * product:
+        if bias is not None and not abs(float(found[channel]) - product) <= BIAS_SCALE_TOLERANCE * product:
             at = f" for output channel {channel}" if per_channel else ""
-            raise Refusal(f"bias (value {bias.id}) has scale {scale:g}{at}, need input scale * filter scale = "
+            raise Refusal(f"bias (value {bias.id}) has scale {found[channel]:g}{at}, need input scale * filter scale = "
                           f"{product:g}: XNNPACK would ignore the difference")
 
 
