@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import math
 import pickle
+import tracemalloc
 from typing import Any
 
 import numpy as np
 import pytest
 from op_graphs import CASES, built
-from xnnfast._graph import Value
 
+from xnnfast._graph import Value
 from xnnfast.builder import ClampOptions, GraphBuilder, Options
 from xnnfast.datatypes import DATATYPES
 from xnnfast.errors import ArgumentError, DtypeError, GraphError, ShapeError
@@ -474,15 +475,27 @@ def test_input_that_is_an_output_too(b: GraphBuilder) -> None:
 # ---- size
 
 
-def test_large_graphs_are_quick(b: GraphBuilder, tmp_path: Any) -> None:
-    """500 convolutions with 100 MB of weights: counted, since times mean nothing on a busy machine."""
-    weights = np.zeros((8, 1, 1, 8), np.float32)
-    x = b.input((1, 2, 2, 8))
-    for _ in range(500):
-        x = b.conv2d(x, weights, np.zeros(8, np.float32))
-    b.output(x)
-    parts = b.parts()
-    assert len(parts.nodes) == 500 and len(parts.values) == 1501
+def test_constants_are_copied_once_and_once_more(b: GraphBuilder, tmp_path: Any) -> None:
+    # What is imported on first use is no part of the matter.
+    built("add").finish()
+    array = np.zeros((4, 1 << 20), np.float32)
+    tracemalloc.start()
+    try:
+        b.output(b.fully_connected(b.input((1, 1 << 20)), array))
+        held, _ = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        b.save(tmp_path / "graph.xnn")
+        _, saved = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        b.finish()
+        _, finished = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    spare = 1 << 20
+    assert held < array.nbytes + spare
+    # Into a file they go without another copy.
+    assert saved < held + spare
+    assert finished < held + array.nbytes + spare
 
 
 def test_rows_pickle_by_name() -> None:
