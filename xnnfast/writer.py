@@ -513,7 +513,7 @@ class _Plan:
                 raise GraphError(f"{node.where} lacks {field}", node=node.index)
             else:
                 # A field for another kind that shares the table.
-                fields[field] = NO_ID if field.endswith("_id") else 1 if field.startswith("dilation") else 0
+                fields[field] = NO_ID if field.endswith("_id") else 0
         names = [field for field, _, kind, *_ in schema.TABLES[self.rule.key]["XNode"] if kind == "union"]
         entry: dict[str, Any] = {names[0]: (node.op.kind, fields), "debug_handle": node.debug_handle}
         if node.clamp is not None:
