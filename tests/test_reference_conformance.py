@@ -49,7 +49,7 @@ def compare(folder, meta, graph, fed):
                                        atol=TOLERANCE[meta["variant"]] * largest)
 
 
-@pytest.mark.parametrize(("folder", "meta", "file"), programs(whole=True))
+@pytest.mark.parametrize(("folder", "meta", "file"), list(programs(whole=True)))
 def test_whole_programs_agree(folder, meta, file):
     try:
         graph = load(folder / file)
@@ -60,7 +60,7 @@ def test_whole_programs_agree(folder, meta, file):
     compare(folder, meta, graph, lambda inputs: inputs)
 
 
-@pytest.mark.parametrize(("folder", "meta", "file"), programs(whole=False))
+@pytest.mark.parametrize(("folder", "meta", "file"), list(programs(whole=False)))
 def test_older_forms_agree(folder, meta, file):
     graph = load(folder / file)
     bound = [arg for arg in meta.get("delegate_args", ()) if "user_output" not in arg]
