@@ -24,12 +24,12 @@ def _stored(numbers: np.ndarray, out: Any) -> np.ndarray:
 
 
 def _whole(x: Operand) -> np.ndarray:
-    return x.raw.astype(np.int64) - x.value.quantization.zero_point
+    return np.asarray(x.raw.astype(np.int64) - x.value.quantization.zero_point)
 
 
 def _shifted(numbers: np.ndarray, bits: int) -> np.ndarray:
     """Divided by a power of two, halves rounded up."""
-    return np.right_shift(numbers + (1 << (bits - 1)), bits)
+    return np.asarray(np.right_shift(numbers + (1 << (bits - 1)), bits))
 
 
 def add(a: Operand, b: Operand, out: Any, sign: int = 1) -> np.ndarray:
@@ -45,13 +45,13 @@ def rescale(x: Operand, out: Any, negative_slope: float = 1.0) -> np.ndarray:
     positive = _ratio(x, out)
     negative = np.float32(positive * np.float32(negative_slope))
     whole = _whole(x)
-    multiplier = np.where(whole < 0, np.rint(np.float32(256) * negative), np.rint(np.float32(256) * positive))
-    return _stored(_shifted(whole * multiplier.astype(np.int64), 8), out)
+    down, up = (int(np.rint(np.float32(256) * factor)) for factor in (negative, positive))
+    return _stored(_shifted(whole * np.where(whole < 0, down, up), 8), out)
 
 
 def between(low: np.ndarray, high: np.ndarray, weight: np.ndarray) -> np.ndarray:
     """``low * (1 - weight) + high * weight`` in 2048ths of what came in."""
-    return (low << 11) + (high - low) * np.rint(weight * 2048).astype(np.int64)
+    return np.asarray((low << 11) + (high - low) * np.rint(weight * 2048).astype(np.int64))
 
 
 def back_from_weights(numbers: np.ndarray, out: Any) -> np.ndarray:

@@ -51,7 +51,7 @@ def concatenate(node: Any, operands: Operands, outs: Values, shapes: Shapes) -> 
 
 
 def _real_between(low: np.ndarray, high: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    return low + (high - low) * weight
+    return np.asarray(low + (high - low) * weight)
 
 
 def _places(size: int, new_size: int, flags: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
