@@ -19,7 +19,7 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 DEBUG = os.environ.get("XNNFAST_DEBUG") == "1"
-READERS = ["_payload", "_flatbuf", "_graph"]
+READERS = ["_payload", "_flatbuf", "_graph", "_reader"]
 RUNTIME = "_runtime"
 
 
