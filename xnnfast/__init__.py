@@ -5,63 +5,83 @@
     (y,) = runtime.run(x)                     # NumPy in, NumPy out
 """
 
-from . import reference
-from ._graph import Constant, Graph, Node, Value
-from ._runtime import Runtime, empty
-from .builder import GraphBuilder
-from .configuration import __version__, config
-from .errors import (
-    AlignmentError,
-    ArgumentError,
-    BusyError,
-    ClosedError,
-    DtypeError,
-    FormatError,
-    GraphError,
-    LimitError,
-    NotFiniteError,
-    OverlapError,
-    ShapeError,
-    UnsupportedError,
-    XnnfastError,
-    XnnpackError,
-    XnnpackMemoryError,
-)
-from .load import load, load_all
-from .quantization import PerBlock, PerChannel, PerTensor, PerToken, dequantize, quantize
+from __future__ import annotations
 
-__all__ = [
-    "AlignmentError",
-    "ArgumentError",
-    "BusyError",
-    "ClosedError",
-    "Constant",
-    "DtypeError",
-    "FormatError",
-    "Graph",
-    "GraphBuilder",
-    "GraphError",
-    "LimitError",
-    "Node",
-    "NotFiniteError",
-    "OverlapError",
-    "PerBlock",
-    "PerChannel",
-    "PerTensor",
-    "PerToken",
-    "Runtime",
-    "ShapeError",
-    "UnsupportedError",
-    "Value",
-    "XnnfastError",
-    "XnnpackError",
-    "XnnpackMemoryError",
-    "__version__",
-    "config",
-    "dequantize",
-    "empty",
-    "load",
-    "load_all",
-    "quantize",
-    "reference",
-]
+import importlib
+from typing import TYPE_CHECKING, Any
+
+# At once, not on demand: the submodule of the same name would take the attribute when it is imported.
+from .load import load, load_all
+
+#: Public name -> the module that has it. Nothing is imported before its first use: a process that only
+#: runs a model pays neither for the builder nor for the reference.
+_HOME = {
+    **dict.fromkeys(("Constant", "Graph", "Node", "Value"), "_graph"),
+    **dict.fromkeys(("Runtime", "empty"), "_runtime"),
+    **dict.fromkeys(("GraphBuilder",), "builder"),
+    **dict.fromkeys(("__version__", "config"), "configuration"),
+    **dict.fromkeys(
+        (
+            "AlignmentError",
+            "ArgumentError",
+            "BusyError",
+            "ClosedError",
+            "DtypeError",
+            "FormatError",
+            "GraphError",
+            "LimitError",
+            "NotFiniteError",
+            "OverlapError",
+            "ShapeError",
+            "UnsupportedError",
+            "XnnfastError",
+            "XnnpackError",
+            "XnnpackMemoryError",
+        ),
+        "errors",
+    ),
+    **dict.fromkeys(("PerBlock", "PerChannel", "PerTensor", "PerToken", "dequantize", "quantize"), "quantization"),
+}
+_MODULES = ("reference",)
+
+__all__ = sorted((*_HOME, *_MODULES, "load", "load_all"))
+
+if TYPE_CHECKING:
+    from . import reference
+    from ._graph import Constant, Graph, Node, Value
+    from ._runtime import Runtime, empty
+    from .builder import GraphBuilder
+    from .configuration import __version__, config
+    from .errors import (
+        AlignmentError,
+        ArgumentError,
+        BusyError,
+        ClosedError,
+        DtypeError,
+        FormatError,
+        GraphError,
+        LimitError,
+        NotFiniteError,
+        OverlapError,
+        ShapeError,
+        UnsupportedError,
+        XnnfastError,
+        XnnpackError,
+        XnnpackMemoryError,
+    )
+    from .quantization import PerBlock, PerChannel, PerTensor, PerToken, dequantize, quantize
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is not None:
+        value = getattr(importlib.import_module(f".{home}", __name__), name)
+        globals()[name] = value
+        return value
+    if name in _MODULES:
+        return importlib.import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted((*globals(), *__all__))
