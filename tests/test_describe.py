@@ -109,3 +109,15 @@ def test_limits_without_end_are_written_as_words() -> None:
 )
 def test_sizes(nbytes: int, words: str) -> None:
     assert d.size(nbytes) == words
+
+
+def test_summary_adds_up_the_graphs_of_a_file() -> None:
+    data = np.zeros(4, np.float32)
+    one = d.describe(graph_with(Constant(data), Constant(data, reason="odd")))
+    assert d.summary([]) == "no graphs"
+    assert d.summary([one]) == (
+        "container memory, dialect xn01, 2 nodes, constants: 1 of 2 in place (16 bytes of 32 bytes), 1 note"
+    )
+    assert d.summary([one, one]) == (
+        "container memory, dialect xn01, 2 graphs, 4 nodes, constants: 2 of 4 in place (32 bytes of 64 bytes), 2 notes"
+    )

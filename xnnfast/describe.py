@@ -147,14 +147,24 @@ def text(facts: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def summary(facts: Mapping[str, Any]) -> str:
-    """One line about the facts."""
-    nodes = len(facts["nodes"])
-    notes = f", {len(facts['notes'])} notes" if facts["notes"] else ""
-    return (
-        f"container {facts['container']}, dialect {facts['dialect']}, {nodes} node{'s' if nodes != 1 else ''}, "
-        f"constants: {_in_place(facts['zero_copy'])}{notes}"
-    )
+def summary(graphs: Sequence[Mapping[str, Any]]) -> str:
+    """One line about the graphs of one file."""
+    if not graphs:
+        return "no graphs"
+    dialects = ", ".join(sorted({facts["dialect"] for facts in graphs}))
+    total = {name: sum(facts["zero_copy"][name] for facts in graphs) for name in graphs[0]["zero_copy"]}
+    parts = [
+        f"container {graphs[0]['container']}, dialect {dialects}",
+        _count(len(graphs), "graph") if len(graphs) > 1 else "",
+        _count(sum(len(facts["nodes"]) for facts in graphs), "node"),
+        f"constants: {_in_place(total)}",
+        _count(sum(len(facts["notes"]) for facts in graphs), "note") if any(facts["notes"] for facts in graphs) else "",
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 def _in_place(zero_copy: Mapping[str, int]) -> str:

@@ -55,7 +55,7 @@ app = typer.Typer(
 )
 
 File = Annotated[
-    Path, typer.Argument(metavar="FILE", help="Graph file: a bare flatbuffer or one behind an XH00 header.")
+    Path, typer.Argument(metavar="FILE", help="Graph file: bare, behind an XH00 header, or a program (.pte).")
 ]
 Dialect = Annotated[
     str | None, typer.Option(metavar="NAME", help="Read the file as seed, xn00 or xn01, whatever it looks like.")
@@ -115,11 +115,12 @@ def verify(
 ) -> int:
     """Check structure and meaning of files. Status 0: all good, 1: some are bad, 2: some can't be read."""
     from ..describe import describe, summary
+    from ..load import load_all
 
     status = 0
     for file in files:
         try:
-            graph = _open(file, dialect)
+            graphs = load_all(file, dialect=dialect)
         except OSError as error:
             status = 2
             print(f"{file}: unreadable: {error.strerror or error}")
@@ -128,7 +129,7 @@ def verify(
             print(f"{file}: bad: {type(error).__name__}: {' '.join(str(error).split())}")
         else:
             if not quiet:
-                print(f"{file}: good: {summary(describe(graph))}")
+                print(f"{file}: good: {summary([describe(graph) for graph in graphs])}")
     return status
 
 
@@ -202,12 +203,12 @@ def _array(path: Path, value: Any) -> Array:
     if magic != NPY_MAGIC:
         raise CommandError(f"{path}: need a .npy file, which starts with {NPY_MAGIC!r}, found {magic!r}")
     try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        array: Array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError) as error:
         raise CommandError(f"{path}: need a whole .npy file: {error}") from error
     # A .npy file can't name bfloat16; NumPy writes such an array as two opaque bytes.
     if value.datatype == "bf16" and array.dtype == np.dtype("V2"):
-        return array.view(value.dtype)
+        array = array.view(value.dtype)
     return array
 
 
@@ -276,20 +277,17 @@ def _common(
     pass
 
 
-def _open(file: Path, dialect: str | None) -> Graph:
-    from ..load import load
-
-    return load(file, dialect=dialect)
-
-
 def _load(file: Path, dialect: str | None) -> Graph:
     """The graph of a file; what is wrong with it is said with the file's name in front."""
+    from ..load import load
+
     try:
-        return _open(file, dialect)
+        return load(file, dialect=dialect)
     except ArgumentError:
         raise
     except XnnfastError as error:
-        raise CommandError(f"{file}: {error}") from error
+        message = str(error)
+        raise CommandError(message if message.startswith(str(file)) else f"{file}: {message}") from error
 
 
 def _shape(dims: tuple[int, ...]) -> str:
