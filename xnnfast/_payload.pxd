@@ -14,9 +14,11 @@ cdef class Payload:
     # The source may change under us: its bytes can't be trusted to stay what they were when read.
     cdef readonly bint writable
     cdef readonly bint mapped
-    # Keeps data valid when the bytes come from a Python object.
+    # Keeps data valid when the bytes come from a Python object, which is held too: the collector
+    # follows attributes that are objects, and a type without any is not followed at all.
     cdef Py_buffer source
     cdef bint has_source
+    cdef object holder
     # Bytes from data on that are certainly readable; a map ends with its last page.
     cdef Py_ssize_t readable
     cdef object __weakref__

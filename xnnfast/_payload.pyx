@@ -264,6 +264,7 @@ cdef Payload _open_buffer(object source):
     cdef Payload self = Payload.__new__(Payload)
     PyObject_GetBuffer(source, &self.source, PyBUF_FULL_RO)
     self.has_source = True
+    self.holder = source
     if not PyBuffer_IsContiguous(&self.source, b"C"):
         raise FormatError(f"need contiguous bytes, found a strided {type(source).__name__}")
     if self.source.len == 0:

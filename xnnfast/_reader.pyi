@@ -1,9 +1,10 @@
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from ._graph import Constant, Graph, Node, Value
 from ._payload import Payload
 from .caps import Limits
 from .containers import Section
+from .ops import Refusal
 
 def constant_at(
     payload: Payload, offset: int, nbytes: int, index: int = 0, *, copy: bool | None = None, key: str | None = None
@@ -40,3 +41,10 @@ def read(
     quantization: Mapping[int, tuple[float, int]] | None = None,
     limits: Limits = ...,
 ) -> Decoded: ...
+
+def screen_values(values: tuple[Value, ...]) -> tuple[int, list[Value], list[Value]]: ...
+def screen_nodes(graph: Graph) -> bool: ...
+def check_nodes(
+    graph: Graph, nodes: list[Node], check_op: Callable[[Node, Sequence[Value | None], Sequence[Value]], None]
+) -> tuple[list[Node], bool, tuple[Node, Refusal] | None]: ...
+def dead_nodes(graph: Graph, nodes: list[Node]) -> tuple[list[Node], set[int]]: ...

@@ -29,7 +29,7 @@ from . import dialects as _dialects
 from .caps import DEFAULT_LIMITS
 from .datatypes import DATATYPES
 from .errors import AlignmentError, ArgumentError, FormatError, GraphError, LimitError
-from .ops import BY_KIND
+from .ops import BY_KIND, Refusal
 from .quantization import PerBlock, PerChannel, PerTensor, PerToken
 
 include "_generated/fields.pxi"
@@ -765,3 +765,213 @@ def read(section, dialect=None, *, copy=None, quantization=None, limits=DEFAULT_
 def bits_of(str datatype not None):
     """Bits per element of a datatype."""
     return BITS[datatype]
+
+
+# ---- the quick part of validation
+#
+# What nearly every graph passes is tested here, in C. Whatever is not plainly right is left to
+# xnnfast.validate, which knows the rules one by one and words the errors: this part has none.
+
+cdef enum:
+    MAX_RANK = 6
+
+cdef uint64_t MAX_ELEMENTS = <uint64_t> 1 << 38
+cdef float TINY = 1.17549435e-38
+
+
+cdef bint sound_tensor(object quantization, str datatype) except -1:
+    cdef double scale
+    cdef long long zero_point
+    if type(quantization) is not PerTensor:
+        return False
+    scale = (<tuple> quantization)[0]
+    zero_point = (<tuple> quantization)[1]
+    if not TINY <= scale <= 3.4028234e38:
+        return False
+    if datatype == "qint8":
+        return -128 <= zero_point <= 127
+    if datatype == "quint8":
+        return 0 <= zero_point <= 255
+    return zero_point == 0
+
+
+cdef bint sound_channels(object quantization, tuple shape) except -1:
+    cdef const float[::1] scales
+    cdef Py_ssize_t axis, index
+    if type(quantization) is not PerChannel:
+        return False
+    axis = quantization.axis
+    if not 0 <= axis < len(shape):
+        return False
+    try:
+        scales = quantization.scales
+    except (ValueError, TypeError):
+        return False
+    if scales.shape[0] != <Py_ssize_t> shape[axis]:
+        return False
+    for index in range(scales.shape[0]):
+        if not TINY <= scales[index] <= 3.4028234e38:
+            return False
+    return True
+
+
+cdef int64_t sound_value(Value value) except? -1:
+    """Bytes of a value that is plainly right; -1 if it must be looked at more closely."""
+    cdef uint64_t count = 1, dim, need
+    cdef str datatype = value.datatype
+    cdef tuple shape = value.shape
+    cdef Py_ssize_t place, rank = len(shape)
+    bits = BITS.get(datatype)
+    if bits is None or bits < 8 or rank > MAX_RANK or not 0 <= value.id < NO_ID or value.dq_datatype is not None:
+        return -1
+    for place in range(rank):
+        if not 0 < shape[place] <= 0x7FFFFFFF:
+            return -1
+        dim = <object> shape[place]
+        count *= dim
+        if count > MAX_ELEMENTS:
+            return -1
+    need = count * <uint64_t> (<int> bits >> 3)
+    kind = NEEDED_QUANT[datatype]
+    if kind is None:
+        if value.quantization is not None:
+            return -1
+    elif kind == UNION_XNNQuantParams_PerTensorQuant:
+        if not sound_tensor(value.quantization, datatype):
+            return -1
+    elif kind != UNION_XNNQuantParams_PerChannelQuant or not sound_channels(value.quantization, shape):
+        return -1
+    if value.is_input or value.is_output:
+        if value.constant is not None or value.external_id is None:
+            return -1
+    elif value.external_id is not None:
+        return -1
+    if value.constant is not None and <uint64_t> value.constant.nbytes < need:
+        return -1
+    return <int64_t> need
+
+
+def screen_values(tuple values not None):
+    """(bytes of the values that are plainly right and not constant, the other values, the external ones)."""
+    cdef Value value
+    cdef int64_t need
+    # Each below 2**40 bytes; more than 2**23 values do not fit a file's table limit.
+    cdef uint64_t total = 0
+    rest, externals = [], []
+    for each in values:
+        value = <Value?> each
+        need = sound_value(value)
+        if need < 0:
+            rest.append(value)
+        elif value.constant is None:
+            total += <uint64_t> need
+        if value.external_id is not None:
+            externals.append(value)
+    return total, rest, externals
+
+
+def screen_nodes(Graph graph not None):
+    """Whether every id that nodes name is there, written once, and before it is read; False if in doubt."""
+    cdef Node node
+    cdef Value value
+    cdef dict by_id = graph._by_id
+    written = set()
+    for each in graph.nodes:
+        node = <Node?> each
+        if len(node.inputs) != len(node.op.inputs) or len(node.outputs) != len(node.op.outputs):
+            return False
+        for id in node.inputs:
+            if id is None:
+                continue
+            found = by_id.get(id)
+            if found is None:
+                return False
+            value = <Value> found
+            if value.constant is None and not value.is_input and id not in written:
+                return False
+        for id in node.outputs:
+            found = by_id.get(id)
+            if found is None:
+                return False
+            value = <Value> found
+            if value.constant is not None or value.is_input or id in written:
+                return False
+            written.add(id)
+    for value in graph.outputs:
+        if not value.is_input and value.id not in written:
+            return False
+    return True
+
+
+def check_nodes(Graph graph not None, list nodes not None, check_op):
+    """The nodes after check_op and normalize, and whether all declared shapes are what the nodes give.
+
+    A Refusal of check_op or of a shape's rule leaves through ``failed``: (node, refusal) or None.
+    """
+    cdef Node node
+    cdef Value value
+    cdef dict by_id = graph._by_id
+    cdef bint agree = True
+    made = []
+    for each in nodes:
+        node = <Node?> each
+        op = node.op
+        ins, in_shapes, outs = [], [], []
+        for id in node.inputs:
+            if id is None:
+                ins.append(None)
+                in_shapes.append(None)
+            else:
+                value = <Value> by_id[id]
+                ins.append(value)
+                in_shapes.append(value.shape)
+        for id in node.outputs:
+            outs.append(by_id[id])
+        try:
+            check_op(node, ins, outs)
+            normalize = op.normalize
+            if normalize is not None:
+                node = normalize(node, in_shapes, [each.shape for each in outs])
+        except Refusal as refusal:
+            return made, False, (node, refusal)
+        made.append(node)
+        if agree:
+            try:
+                shapes = op.shape(node, in_shapes)
+            except Refusal:
+                agree = False
+                continue
+            if len(shapes) != len(outs):
+                agree = False
+                continue
+            for place in range(len(outs)):
+                value = <Value> outs[place]
+                if shapes[place] != value.shape:
+                    agree = False
+    return made, agree, None
+
+
+def dead_nodes(Graph graph not None, list nodes not None):
+    """(nodes in order that lead to no output, ids of values that something depends on)."""
+    cdef Node node
+    cdef Value value
+    cdef bint used
+    live = set()
+    for value in graph.outputs:
+        live.add(value.id)
+    dead = []
+    for each in reversed(nodes):
+        node = <Node> each
+        used = False
+        for id in node.outputs:
+            if id in live:
+                used = True
+                break
+        if not used:
+            dead.append(node)
+            continue
+        for id in node.inputs:
+            if id is not None:
+                live.add(id)
+    dead.reverse()
+    return dead, live

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import shapes
+from ._reader import check_nodes, dead_nodes, screen_nodes, screen_values
 from .caps import DEFAULT_LIMITS, Limits
 from .datatypes import DATATYPES, nbytes
 from .errors import GraphError, LimitError
-from .ops import Refusal, check_op, normalize
+from .ops import check_op
 from .ops._rules import MAX_RANK, text
 from .quantization import PerBlock, PerChannel, PerTensor, PerToken
 
@@ -54,24 +55,38 @@ def validate(graph: Graph, limits: Limits | None = None) -> tuple[list[Node], li
         A size is above a cap of ``limits``.
     """
     limits = limits or DEFAULT_LIMITS
-    notes: list[str] = []
-    workspace = 0
-    for value in graph.values:
+    workspace, doubtful, external = screen_values(graph.values)
+    for value in doubtful:
         need = check_value(value)
         if value.constant is None:
             workspace += need
     if workspace > limits.max_workspace:
         raise LimitError(f"the values of the graph take {workspace} bytes by their declared shapes, above the cap of "
                          f"{limits.max_workspace}; max_workspace of Limits raises it")
-    _externals(graph)
+    _externals(graph, external)
+    nodes = list(graph.nodes) if screen_nodes(graph) else _ordered(graph)
+    nodes, agree, failed = check_nodes(graph, nodes, check_op)
+    if failed is not None:
+        node, refusal = failed
+        raise GraphError(f"{node.where}: {refusal}", node=node.index)
+    if not agree:
+        shapes.check_declared(_Ordered(graph, nodes))
+    notes = [f"value {value.id} is declared {text(value.shape)}, without any element" for value in doubtful
+             if 0 in value.shape]
+    dead, live = dead_nodes(graph, nodes)
+    notes += [f"{node.where} leads to no output and is left out" for node in dead]
+    notes += [f"input value {value.id} is not used" for value in graph.inputs if value.id not in live]
+    return nodes, notes
+
+
+def _ordered(graph: Graph) -> list[Node]:
+    """Nodes in running order, after every check of ids and producers."""
     producers = _producers(graph)
     nodes = _sorted(graph, producers)
-    _outputs(graph, producers)
-    nodes = [_checked(graph, node) for node in nodes]
-    shapes.check_declared(_Ordered(graph, nodes))
-    notes += _zero_dims(graph)
-    notes += _dead(graph, nodes, producers)
-    return nodes, notes
+    for value in graph.outputs:
+        if value.id not in producers and not value.is_input:
+            raise _fault(value, "an external output that no node writes and that is no input")
+    return nodes
 
 
 # ---- values
@@ -184,13 +199,11 @@ def bad_scale_bf16(scales: np.ndarray[Any, Any]) -> int:
     return -1 if good.all() else int(np.argmin(good))
 
 
-def _externals(graph: Graph) -> None:
+def _externals(graph: Graph, external: Iterable[Value]) -> None:
     """Inputs and outputs agree with the values' flags, and each external id names one value."""
     seen: dict[int, Value] = {}
     inputs, outputs = set(), set()
-    for value in graph.values:
-        if value.external_id is None:
-            continue
+    for value in external:
         other = seen.setdefault(value.external_id, value)
         if other is not value:
             raise _fault(value, f"external id {value.external_id} already names value {other.id}")
@@ -216,6 +229,10 @@ def _producers(graph: Graph) -> dict[int, Node]:
     """Value id -> node that writes it, after checking every id that nodes name."""
     producers: dict[int, Node] = {}
     for node in graph.nodes:
+        op = node.op
+        if len(node.inputs) != len(op.inputs) or len(node.outputs) != len(op.outputs):
+            raise GraphError(f"{node.where} has {len(node.inputs)} inputs and {len(node.outputs)} outputs, need "
+                             f"{len(op.inputs)} and {len(op.outputs)}", node=node.index)
         for name, id in zip(node.op.outputs, node.outputs):
             if not graph.has_value(id):
                 raise GraphError(f"{node.where}: {name} is {id}, and no value has that id", node=node.index, value=id)
@@ -290,39 +307,3 @@ def _topological(nodes: Iterable[Node], producers: Mapping[int, Node]) -> list[N
         position = min(each for each in needs[position] if missing[each])
     cycle = [nodes[each] for each in reversed(path[path.index(position):])]
     raise GraphError(f"nodes in a cycle, each needs the one before: {', '.join(node.where for node in cycle)}", node=cycle[0].index)
-
-
-def _outputs(graph: Graph, producers: Mapping[int, Node]) -> None:
-    for value in graph.outputs:
-        if value.id not in producers and not value.is_input:
-            raise _fault(value, "an external output that no node writes and that is no input")
-
-
-def _dead(graph: Graph, nodes: list[Node], producers: Mapping[int, Node]) -> list[str]:
-    """Notes on nodes that lead to no output; lowering leaves them out."""
-    live = {value.id for value in graph.outputs}
-    dead = []
-    for node in reversed(nodes):
-        if live.isdisjoint(node.outputs):
-            dead.append(node)
-        else:
-            live.update(id for id in node.inputs if id is not None)
-    notes = [f"{node.where} leads to no output and is left out" for node in reversed(dead)]
-    notes += [f"input value {value.id} is not used" for value in graph.inputs if value.id not in live]
-    return notes
-
-
-def _checked(graph: Graph, node: Node) -> Node:
-    ins = [None if id is None else graph.value(id) for id in node.inputs]
-    outs = [graph.value(id) for id in node.outputs]
-    try:
-        check_op(node, ins, outs)
-        if node.op.normalize is not None:
-            node = normalize(node, [None if value is None else value.shape for value in ins], [value.shape for value in outs])
-    except Refusal as refusal:
-        raise GraphError(f"{node.where}: {refusal}", node=node.index) from None
-    return node
-
-
-def _zero_dims(graph: Graph) -> list[str]:
-    return [f"value {value.id} is declared {text(value.shape)}, without any element" for value in graph.values if 0 in value.shape]
