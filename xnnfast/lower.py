@@ -10,10 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from ._graph import Graph, Node, Value
+import numpy as np
+
+from ._graph import Constant, Graph, Node, Value
 from .errors import GraphError
 from .ops import OPS
-from .quantization import PerToken
+from .quantization import PerChannel, PerToken
 
 KEEP_DIMS = 0x40
 TRANSPOSE_B = 0x01
@@ -146,7 +148,54 @@ def _expand(result: Lowered, node: Node) -> list[Node]:
         return [_free_full_slices(result, node)]
     if name == "static_reshape":
         return [_free_reshape(result, node)]
+    if name == "fully_connected":
+        return [_divide_bias(result, node)]
+    if name == "batch_matrix_multiply":
+        return [_repeat_scales(result, node)]
     return [node]
+
+
+def _divide_bias(result: Lowered, node: Node) -> Node:
+    # With fp32 input and an integer filter the engine computes (x @ filter + bias) * scale: it would
+    # multiply the bias too. One more rounding to float32 is what the division costs.
+    x, weights, bias = node.inputs
+    if bias is None or result.value(x).datatype != "fp32" or result.value(weights).datatype not in ("qcint8", "qcint4"):
+        return node
+    wanted = result.value(bias).array()
+    with np.errstate(all="ignore"):
+        divided = wanted / result.value(weights).quantization.scales
+    far = np.isinf(divided) & np.isfinite(wanted)
+    if far.any():
+        channel = int(far.argmax())
+        raise GraphError(
+            f"{node.where}: bias {wanted[channel]:g} of output channel {channel} is no float32 any more when divided by the "
+            f"filter's scale {result.value(weights).quantization.scales[channel]:g}, as XNNPACK needs it",
+            node=node.index,
+            value=bias,
+        )
+    id = result.like(bias)
+    result.values[id] = result.values[id].replace(constant=_constant(divided))
+    return node.replace(inputs=(x, weights, id))
+
+
+def _repeat_scales(result: Lowered, node: Node) -> Node:
+    # The engine reads a row of scales for each matrix of a batch; a file holds one row for all.
+    a, b = node.inputs
+    value = result.value(b)
+    matrices = math.prod(value.shape[:-2])
+    if value.datatype != "qcint8" or matrices == 1:
+        return node
+    id = result.like(b)
+    scales = PerChannel(np.tile(value.quantization.scales, matrices), value.quantization.axis)
+    result.values[id] = value.replace(id=id, quantization=scales)
+    return node.replace(inputs=(a, id))
+
+
+def _constant(array: np.ndarray) -> Constant:
+    """A constant that lowering made, with the bytes behind it that kernels may read."""
+    room = np.zeros(array.nbytes + 16, np.uint8)
+    room[: array.nbytes] = np.frombuffer(array.tobytes(), np.uint8)
+    return Constant(room.data[: array.nbytes], reason="made by lowering")
 
 
 def _expand_attention(result: Lowered, node: Node) -> list[Node]:

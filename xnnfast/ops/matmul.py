@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from ._quant import channel_axis, constant, operand_type, tokens, weighted
+from ._quant import channel_axis, constant, tokens, weighted
 from ._row import Op, Refusal, Shape, Shapes
 from ._rules import (
     CLAMP,
-    ENGINE,
     RESHAPE_2D,
     TRANSPOSE_B,
     TRANSPOSE_WEIGHTS,
@@ -58,7 +57,7 @@ _FC = (
     ("fp32", "fp32", "fp32", "fp32"),
     ("fp16", "fp16", "fp16", "fp16"),
     ("fp16", "fp32", "fp32", "fp16"),
-    # With a bias these two are refused by fully_connected_check.
+    # XNNPACK multiplies the bias of these two by the filter's scales: lowering divides it.
     ("fp32", "qcint8", "fp32", "fp32"),
     ("fp32", "qcint4", "fp32", "fp32"),
     *(("qdint8", weights, "fp32", out) for weights in ("qcint8", "qcint4", "qbint4") for out in ("fp32", "fp16")),
@@ -68,15 +67,7 @@ _FC = (
 )
 
 
-_weighted = weighted(lambda node: node.flags & TRANSPOSE_WEIGHTS, 1, dynamic=True)
-
-
-def fully_connected_check(node: Any, ins: Sequence[Any], outs: Sequence[Any]) -> None:
-    x, weights, bias = ins
-    if bias is not None and operand_type(x) == "fp32" and weights.datatype in ("qcint8", "qcint4"):
-        raise Refusal(f"{ENGINE} multiplies the bias (value {bias.id}) by the scales of a {weights.datatype} filter "
-                      "when the input is fp32: leave the bias out and add it afterwards")
-    _weighted(node, ins, outs)
+_CHECK = weighted(lambda node: node.flags & TRANSPOSE_WEIGHTS, 1, dynamic=True)
 
 
 def batch_matrix_multiply_check(node: Any, ins: Sequence[Any], outs: Sequence[Any]) -> None:
@@ -85,16 +76,14 @@ def batch_matrix_multiply_check(node: Any, ins: Sequence[Any], outs: Sequence[An
         return
     constant(node, 1, b)
     tokens(node, a, 1)
+    # A row of scales for all matrices of a batch.
     channel_axis("input2", b, len(b.shape) - (2 if node.flags & TRANSPOSE_B else 1))
-    if prod(b.shape[:-2]) > 1:
-        # XNNPACK takes the scales of later matrices from behind the end of the array.
-        raise Refusal(f"input2 is {text(b.shape)}, {ENGINE} takes a single matrix of qcint8")
 
 
 OPS = (
     Op("fully_connected", "XNNFullyConnected", "xnn_define_fully_connected",
        f"{CLAMP} @input1_id @filter_id @bias_id? @output_id flags", shape=fully_connected_shape,
-       check=fully_connected_check,
+       check=_CHECK,
        datatypes=with_and_without_bias(*_FC), flags=TRANSPOSE_WEIGHTS | RESHAPE_2D, packed=(1, 2),
        doc="input @ filter^T + bias over the last axis; filter is [out, in], or [in, out] with flag 0x1",
        nan=UNPROMISED),
