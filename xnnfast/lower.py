@@ -8,11 +8,12 @@ switched off, because in this version it writes a fused clamp's limits over the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from ._graph import Constant, Graph, Node, Value
+from .batching import Batching, analyze, free_batch
 from .errors import GraphError
 from .ops import OPS
 from .quantization import PerChannel, PerToken
@@ -49,6 +50,12 @@ class Lowered:
         engine's in-place plan stale.
     dropped : tuple of int
         Indices of the nodes that lead to no output.
+    batching : Batching or None
+        Where every value holds the batch.
+    batch_error : GraphError or None
+        Why the batch can't be changed, where there is no ``batching``.
+    follows_batch : bool
+        Whether the nodes take any batch.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -60,6 +67,9 @@ class Lowered:
         self.scratch: tuple[int, ...] = ()
         self.broadcasts: tuple[tuple[int, int, int], ...] = ()
         self.dropped: tuple[int, ...] = ()
+        self.batching: Batching | None = None
+        self.batch_error: GraphError | None = None
+        self.follows_batch = False
         self._next = -1
 
     def value(self, id: int) -> Value:
@@ -82,7 +92,31 @@ def lower(graph: Graph) -> Lowered:
     """The lowered form of a graph, made once and kept with it."""
     lowered = graph.caches.get("lowered")
     if lowered is None:
-        lowered = graph.caches["lowered"] = _lower(graph)
+        lowered = _lower(graph)
+        try:
+            lowered.batching = analyze(lowered)
+        except GraphError as error:
+            lowered.batch_error = error.with_traceback(None)
+        lowered.follows_batch = free_batch(lowered, lowered.batching)
+        graph.caches["lowered"] = _finish(lowered)
+    return lowered
+
+
+def lower_batches(graph: Graph, inputs: Sequence[int] | None = None, batch: int | None = None) -> Lowered:
+    """The lowered form that takes any batch; GraphError where there is none. Arguments are those of ``analyze``."""
+    if inputs is None and batch is None:
+        lowered = lower(graph)
+        if lowered.batch_error is not None:
+            raise lowered.batch_error.with_traceback(None)
+        if lowered.follows_batch:
+            return lowered
+    key = ("lowered", None if inputs is None else tuple(inputs), batch)
+    lowered = graph.caches.get(key)
+    if lowered is None:
+        lowered = _lower(graph)
+        lowered.batching = analyze(lowered, inputs=inputs, batch=batch)
+        lowered.follows_batch = free_batch(lowered, lowered.batching, strict=True)
+        graph.caches[key] = _finish(lowered)
     return lowered
 
 
@@ -98,6 +132,10 @@ def _lower(graph: Graph) -> Lowered:
     result.nodes = nodes
     _pass_through(result)
     _argmax_indices(result)
+    return result
+
+
+def _finish(result: Lowered) -> Lowered:
     result.broadcasts = tuple(
         (node.inputs[0], node.inputs[1], node.outputs[0])
         for node in result.nodes
@@ -146,8 +184,6 @@ def _expand(result: Lowered, node: Node) -> list[Node]:
         return _expand_global_pooling(result, node)
     if name == "static_slice":
         return [_free_full_slices(result, node)]
-    if name == "static_reshape":
-        return [_free_reshape(result, node)]
     if name == "fully_connected":
         return [_divide_bias(result, node)]
     if name == "batch_matrix_multiply":
@@ -250,19 +286,6 @@ def _free_full_slices(result: Lowered, node: Node) -> Node:
     offsets, sizes = node.attrs["offsets"], node.attrs["sizes"]
     freed = tuple(0 if o == 0 and s == dim else s for o, s, dim in zip(offsets, sizes, shape))
     return node if freed == sizes else node.replace(attrs={"offsets": offsets, "sizes": freed})
-
-
-def _free_reshape(result: Lowered, node: Node) -> Node:
-    # A reshape that keeps the first axis follows it. The row of this operator checks the other
-    # axes itself: with a plain inferred dimension a change of height would slide into the batch.
-    shape = result.value(node.inputs[0]).shape
-    new = node.attrs["new_shape"]
-    declared = result.value(node.outputs[0]).shape
-    if not shape or not declared or declared[0] != shape[0] or math.prod(shape[1:]) != math.prod(declared[1:]):
-        return node
-    if any(dim == 0 for dim in new[1:]) or 0 in shape:
-        return node
-    return node.replace(op=OPS["static_reshape_rows"], attrs={"new_shape": (0, *declared[1:])})
 
 
 def _intersect(a: tuple[float, float] | None, b: tuple[float, float] | None) -> tuple[float, float] | None:

@@ -57,14 +57,21 @@ def reshape_shape(node: Any, ins: Shapes) -> list[Shape]:
 
 
 def reshape_rows_shape(node: Any, ins: Shapes) -> list[Shape]:
-    # An inferred dimension alone would let a change of any other axis slide into axis 0.
+    # An inferred dimension alone would let a change of any other axis slide into it.
     x, new = ins[0], node.attrs["new_shape"]
-    if not x or not new or new[0] != 0 or 0 in new[1:]:
-        raise Refusal(f"new_shape is {list(new)} and the input {text(x)}, need a 0 in place of axis 0 alone")
-    if prod(x[1:]) != prod(new[1:]):
-        raise Refusal(f"new_shape is {list(new)}: need {prod(new[1:])} elements behind axis 0, found {prod(x[1:])} "
-                      f"({text(x)})")
-    return [(x[0], *new[1:])]
+    if "open" in node.attrs:
+        declared, may_change = node.attrs["declared"], node.attrs["open"]
+        if len(x) != len(declared) or any(dim != need and axis not in may_change
+                                          for axis, (dim, need) in enumerate(zip(x, declared))):
+            which = f"axis {' and '.join(map(str, may_change))} alone" if may_change else "no axis"
+            raise Refusal(f"new_shape is {list(new)}, whose 0 takes up a change of {which}: need {text(declared)} on the "
+                          f"others, found {text(x)}")
+        return reshape_shape(node, ins)
+    axis, outside, unit, inside, out_unit = node.attrs["rows"]
+    if len(x) <= axis or prod(x[:axis]) != outside or x[axis] % unit or prod(x[axis + 1:]) != inside:
+        raise Refusal(f"new_shape is {list(new)} and its 0 follows axis {axis} of the input: need {outside} elements before, a "
+                      f"multiple of {unit} on it and {inside} behind, found {text(x)}")
+    return [tuple(dim or x[axis] // unit * out_unit for dim in new)]
 
 
 def slice_shape(node: Any, ins: Shapes) -> list[Shape]:
@@ -168,7 +175,7 @@ def _concatenate(count: int) -> Op:
               f"axis {inputs} @output_id flags", shape=concatenate_shape, check=same_pairs,
               datatypes=same(MOVABLE, count + 1), flags=0,
               unused=tuple(f"input{number}_id" for number in range(count + 1, 6)),
-              doc=f"{count} inputs one after the other along an axis", nan=MOVED)
+              doc=f"{count} inputs one after the other along an axis; a negative one counts from the end", nan=MOVED)
 
 
 OPS = (
