@@ -47,6 +47,13 @@ cdef extern from *:
     static inline int xf_try_enter(int* flag) { return __atomic_exchange_n(flag, 1, __ATOMIC_ACQUIRE) == 0; }
     static inline void xf_leave(int* flag) { __atomic_store_n(flag, 0, __ATOMIC_RELEASE); }
 
+    #include <time.h>
+    static inline double xf_now(void) {
+      struct timespec t;
+      clock_gettime(CLOCK_MONOTONIC, &t);
+      return (double) t.tv_sec + 1e-9 * (double) t.tv_nsec;
+    }
+
     static void* xf_alloc(size_t alignment, size_t size) {
       void* p = NULL;
       if (posix_memalign(&p, alignment, size) != 0) return NULL;
@@ -57,6 +64,7 @@ cdef extern from *:
     void xf_watch_forks() nogil
     bint xf_try_enter(int* flag) nogil
     void xf_leave(int* flag) nogil
+    double xf_now() nogil
     void* xf_alloc(size_t alignment, size_t size) nogil
 
 include "_generated/lower.pxi"
@@ -1113,6 +1121,27 @@ cdef class Runtime:
             self.shape_key = None
             xf_leave(&self.busy)
             self.select(key)
+
+    def _c_loop(self, *inputs, long rounds=1000):
+        """Seconds for that many setups and invokes in compiled code: the floor that a call is measured against."""
+        cdef long i
+        cdef double start
+        cdef xnn_status status = xnn_status_success
+        cdef tuple results = self.run(*inputs)
+        cdef Engine engine = self.engine
+        for j in range(self.num_outputs):
+            engine.bind(self.num_inputs + j, cnp.PyArray_DATA(<cnp.ndarray> results[j]))
+        with nogil:
+            start = xf_now()
+            for i in range(rounds):
+                engine.bound = False
+                status = engine.invoke()
+                if status != xnn_status_success:
+                    break
+            start = xf_now() - start
+        if status != xnn_status_success:
+            raise xnnpack_error("xnn_invoke_runtime", status)
+        return start
 
     @property
     def memory(self):
