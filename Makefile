@@ -51,20 +51,14 @@ $(VENV)/.tools: pyproject.toml .ci/requires.py
 	$(BIN)/python .ci/requires.py | xargs -d '\n' $(PIP) install
 	touch $@
 
+$(VENV)/.run: EXTRAS := cli,example
+$(VENV)/.test: EXTRAS := cli,example,test
 # What the last build copied is removed first, or modules that are gone would be installed again. Compiled modules
-# stay, because setuptools compiles what is missing from there.
-define install
+# stay, because setuptools compiles whatever is missing from there.
+$(VENV)/.run $(VENV)/.test: $(VENV)/.tools $(SOURCES)
 	if test -d build; then find build -path 'build/lib*' -type f -not -name '*.so' -delete; fi
-	$(PIP) install --no-build-isolation '.[$(1)]'
+	$(PIP) install --no-build-isolation '.[$(EXTRAS)]'
 	touch $@
-endef
-
-$(VENV)/.run: $(VENV)/.tools $(SOURCES)
-	$(call install,cli,example)
-
-$(VENV)/.test: $(VENV)/.tools $(SOURCES)
-	$(call install,cli,example,test)
-	touch $(VENV)/.run
 
 $(VENV)/.lint: $(VENV)/.tools
 	$(PIP) install ruff mypy cython-lint
