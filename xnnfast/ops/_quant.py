@@ -213,6 +213,8 @@ def limits(node: Any, outs: Sequence[Any]) -> None:
         raise Refusal(f"output_min is {low:g} and output_max {high:g}, need output_min <= output_max and no NaN")
     datatype = outs[0].datatype
     bounded = low != -math.inf or high != math.inf
+    if bounded and datatype in ("qdint8", "qint32"):
+        raise Refusal(f"output_min is {low:g} and output_max {high:g}, XNNPACK can't limit {datatype}")
     # An infinite limit would be cast to an integer, which is undefined.
     integer = datatype == "int32" and (bounded or node.op.name == "clamp")
     if integer and not -(2.0**31) <= f32(low) <= f32(high) < 2.0**31:

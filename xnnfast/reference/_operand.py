@@ -81,7 +81,7 @@ def clamp_bounds(clamp: tuple[float, float], value: Any) -> tuple[int, int]:
 
 
 def limit(stored: np.ndarray, value: Any, clamp: tuple[float, float] | None) -> np.ndarray:
-    """Stored numbers under limits; NaN stays NaN. (bfloat16 is limited before it is rounded.)"""
+    """Stored numbers under limits; NaN stays NaN."""
     if clamp is None:
         return stored
     if DATATYPES[value.datatype].quantization != "none":
@@ -90,8 +90,17 @@ def limit(stored: np.ndarray, value: Any, clamp: tuple[float, float] | None) -> 
     if value.datatype == "int32":
         low, high = (int(np.clip(np.trunc(bound), -(2**31), 2**31 - 1)) for bound in clamp)
         return np.asarray(np.clip(stored, low, high), stored.dtype)
+    if value.datatype == "bf16":
+        return _short(bf16_to_f32(stored.view(np.uint16)), value, clamp)
     low, high = np.asarray(clamp).astype(stored.dtype)
     return np.asarray(np.clip(stored, low, high))
+
+
+def _short(single: np.ndarray, value: Any, clamp: tuple[float, float] | None) -> np.ndarray:
+    """float32 as bfloat16 under limits. XNNPACK drops the low half, where rounding to nearest would be usual."""
+    if clamp is not None:
+        single = np.clip(single, np.float32(clamp[0]), np.float32(clamp[1]))
+    return np.asarray(np.right_shift(single.view(np.uint32), 16), np.uint16).view(value.dtype)
 
 
 def store(real: np.ndarray, value: Any, clamp: tuple[float, float] | None = None) -> np.ndarray:
@@ -111,11 +120,7 @@ def store(real: np.ndarray, value: Any, clamp: tuple[float, float] | None = None
         if entry.quantization != "none":
             raise TypeError(f"{value.datatype} can't be stored without the parameters of a run")
         if value.datatype == "bf16":
-            single = real.astype(np.float32)
-            if clamp is not None:
-                single = np.clip(single, np.float32(clamp[0]), np.float32(clamp[1]))
-            # XNNPACK drops the low half, where rounding to nearest would be usual.
-            return np.asarray(np.right_shift(single.view(np.uint32), 16), np.uint16).view(value.dtype)
+            return _short(real.astype(np.float32), value, clamp)
         if value.datatype == "int32":
             whole = np.where(np.isnan(real), 0, np.clip(np.rint(real), -(2.0**31), 2.0**31 - 1))
             return limit(whole.astype(np.int32), value, clamp)

@@ -154,7 +154,7 @@ def quantized_rows(x: Operand, value: Any, num_nonbatch_dims: int) -> Operand:
 
 
 def copy(node: Any, operands: Operands, outs: Values, shapes: Shapes) -> Results:
-    return [operands[0].raw]
+    return [limit(operands[0].raw, outs[0], node.clamp)]
 
 
 REFERENCES = {**dict.fromkeys(UNARY, unary), **dict.fromkeys(BINARY, binary), "convert": convert, "copy": copy}

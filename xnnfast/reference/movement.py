@@ -40,7 +40,7 @@ def static_constant_pad(node: Any, operands: Operands, outs: Values, shapes: Sha
 
 
 def static_expand_dims(node: Any, operands: Operands, outs: Values, shapes: Shapes) -> Results:
-    return [np.expand_dims(operands[0].raw, tuple(node.attrs["new_axes"]))]
+    return [limit(np.expand_dims(operands[0].raw, tuple(node.attrs["new_axes"])), outs[0], node.clamp)]
 
 
 def concatenate(node: Any, operands: Operands, outs: Values, shapes: Shapes) -> Results:

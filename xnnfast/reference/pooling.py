@@ -54,7 +54,7 @@ def argmax_pooling2d(node: Any, operands: Operands, outs: Values, shapes: Shapes
     # The first of equals; a NaN counts as the largest.
     index = taps.argmax(axis=0)
     best = np.take_along_axis(taps, index[None], axis=0)[0]
-    return [best, index.astype(np.uint32)]
+    return [limit(best, outs[0], node.clamp), index.astype(np.uint32)]
 
 
 def _mean(x: Operand, axes: tuple[int, ...], keep: bool, out: Any, clamp: Any) -> np.ndarray:
