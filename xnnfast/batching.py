@@ -20,6 +20,7 @@ from .errors import ArgumentError, GraphError, ShapeError
 from .ops import OPS
 from .ops._rules import RESHAPE_2D, TRANSPOSE_B, text
 from .ops.movement import signed_axis
+from .quantization import PerToken
 
 if TYPE_CHECKING:
     from ._graph import Node, Value
@@ -198,8 +199,8 @@ def _reshape(node: Node, ins: Sequence[_Operand | None], out: Shape, batch: int)
     layout, shape = _only(node, ins), ins[0].shape  # type: ignore[union-attr]
     found = layouts_of(out, layout.blocks(shape), batch)
     if not found:
-        raise _Mixed(f"it makes {text(out)} of {text(shape)}, whose axis {layout.axis} holds the batch of {batch}: no axis "
-                     "of the output holds all of it")
+        raise _Mixed(f"it makes {text(out)} of {text(shape)}, whose axis {layout.axis} holds the batch of {batch}: no "
+                     "axis of the output holds all of it")
     return found
 
 
@@ -224,7 +225,8 @@ def _expand(node: Node, ins: Sequence[_Operand | None], out: Shape, batch: int) 
 def _slice(node: Node, ins: Sequence[_Operand | None], out: Shape, batch: int) -> list[Layout]:
     layout, shape = _only(node, ins), ins[0].shape  # type: ignore[union-attr]
     if out[layout.axis] != shape[layout.axis]:
-        raise _Mixed(f"it takes {out[layout.axis]} of {shape[layout.axis]} from {_on_axis(layout, shape)}, need all of it")
+        raise _Mixed(f"it takes {out[layout.axis]} of {shape[layout.axis]} from {_on_axis(layout, shape)}, need all of "
+                     "it")
     return [layout]
 
 
@@ -244,10 +246,11 @@ def _concatenate(node: Node, ins: Sequence[_Operand | None], out: Shape, batch: 
     for part in parts:
         if part.layout is None:
             raise _Mixed(f"{part.name} is {text(part.shape)} for all samples and would have to be repeated for each")
+        if part.layout.axis != layout.axis:
+            raise _Mixed(f"{first.name} holds the batch on axis {layout.axis} and {part.name} on axis "
+                         f"{part.layout.axis}")
         if part.layout != layout:
-            raise _Mixed(f"{part.name} holds the batch on axis {part.layout.axis} and {first.name} on axis {layout.axis}"
-                         if part.layout.axis != layout.axis else
-                         f"{first.name} and {part.name} hold their samples in different order on axis {layout.axis}")
+            raise _Mixed(f"{first.name} and {part.name} hold their samples in different order on axis {layout.axis}")
     if layout.axis == signed_axis(node.attrs["axis"]) % len(out):
         raise _Mixed(f"it puts its parts one after the other on {_on_axis(layout, first.shape)}")
     return [layout]
@@ -275,11 +278,11 @@ RULES: dict[str, Callable[[Any, Sequence[_Operand | None], Shape, int], list[Lay
 def _outputs(node: Node, ins: Sequence[_Operand | None], values: Sequence[Value], batch: int) -> list[Layout]:
     out = values[0]
     found = RULES[node.op.name](node, ins, out.shape, batch)
-    if out.datatype == "qdint8":
-        together = out.quantization.num_nonbatch_dims
-        if found[0].axis >= len(out.shape) - together:
-            raise _Mixed(f"it quantizes the last {together} axes of {text(out.shape)} together, and axis {found[0].axis} "
-                         "holds the batch")
+    if isinstance(out.quantization, PerToken):
+        together, axis = out.quantization.num_nonbatch_dims, found[0].axis
+        if axis >= len(out.shape) - together:
+            raise _Mixed(f"it quantizes the last {together} axes of {text(out.shape)} together, and axis {axis} holds "
+                         "the batch")
     return found
 
 
@@ -335,13 +338,14 @@ def _seeds(lowered: Lowered, inputs: Sequence[int] | None, batch: int | None) ->
     if inputs is not None or batch is not None:
         if batch is None:
             if len(sizes) > 1:
-                raise ArgumentError(f"the inputs that carry the batch are declared with {_listed(sizes)} on axis 0: say what "
-                                    "the declared batch is")
+                raise ArgumentError(f"the inputs that carry the batch are declared with {_listed(sizes)} on axis 0: "
+                                    "say what the declared batch is")
             batch = next(iter(sizes))
         carriers = tuple(position for position in given if shapes[position] and shapes[position][0] % batch == 0)
         odd = [position for position in given if position not in carriers]
         if inputs is not None and odd:
-            raise ArgumentError(f"input {odd[0]} is declared {text(shapes[odd[0]])}, axis 0 is no multiple of the batch {batch}")
+            raise ArgumentError(f"input {odd[0]} is declared {text(shapes[odd[0]])}, axis 0 is no multiple of the "
+                                f"batch {batch}")
         return [(batch, carriers)] if inputs is not None else _readings(batch, carriers, shapes)
     ordered = sorted(sizes.items(), key=lambda item: (-len(item[1]), item[1][0]))
     return [reading for size, carriers in ordered for reading in _readings(size, tuple(carriers), shapes)]
@@ -371,7 +375,8 @@ def _search(lowered: Lowered, batch: int, carriers: tuple[int, ...]) -> dict[int
         place = max((each for each in pass_.blamed if choices.get(each, 0) + 1 < pass_.options[each]), default=None)
         if place is None:
             break
-        choices = {each: choice for each, choice in choices.items() if each < place} | {place: choices.get(place, 0) + 1}
+        taken = choices.get(place, 0) + 1
+        choices = {each: choice for each, choice in choices.items() if each < place} | {place: taken}
     assert first is not None
     raise first
 
@@ -403,11 +408,12 @@ class _Pass:
 
     def node(self, place: int, node: Node) -> None:
         values = [self.lowered.value(id) for id in node.outputs]
-        ins = [None if id is None else _Operand(name.removesuffix("_id"), self.lowered.value(id).shape, self.layouts.get(id))
+        ins = [None if id is None else
+               _Operand(name.removesuffix("_id"), self.lowered.value(id).shape, self.layouts.get(id))
                for name, id in zip(node.op.inputs, node.inputs)]
         rests: frozenset[int] = frozenset().union(*(self.open.get(id, ()) for id in node.inputs if id is not None))
         try:
-            if any(0 in operand.shape for operand in ins if operand is not None) or any(0 in value.shape for value in values):
+            if any(0 in each.shape for each in (*ins, *values) if each is not None):
                 raise _Mixed("it has a dimension of 0, which tells nothing about the batch")
             found = _outputs(node, ins, values, self.batch)
         except _Mixed as mixed:
@@ -453,8 +459,8 @@ def _freed(lowered: Lowered, node: Node, layouts: dict[int, Layout]) -> list[Nod
         if len(source) != 2:
             rows = lowered.like(out, (*source[:-1], lowered.value(out).shape[-1]))
             layouts[rows] = layouts[node.inputs[0]]  # type: ignore[index]
-            merge = node.replace(op=OPS["static_reshape"], inputs=(rows,), attrs={"new_shape": lowered.value(out).shape},
-                                 flags=0, clamp=None)
+            merge = node.replace(op=OPS["static_reshape"], inputs=(rows,), flags=0, clamp=None,
+                                 attrs={"new_shape": lowered.value(out).shape})
             return [node.replace(outputs=(rows,), flags=node.flags & ~RESHAPE_2D),
                     _follow(lowered, merge, layouts[rows], layout)]
     return [node]

@@ -64,13 +64,13 @@ def reshape_rows_shape(node: Any, ins: Shapes) -> list[Shape]:
         if len(x) != len(declared) or any(dim != need and axis not in may_change
                                           for axis, (dim, need) in enumerate(zip(x, declared))):
             which = f"axis {' and '.join(map(str, may_change))} alone" if may_change else "no axis"
-            raise Refusal(f"new_shape is {list(new)}, whose 0 takes up a change of {which}: need {text(declared)} on the "
-                          f"others, found {text(x)}")
+            raise Refusal(f"new_shape is {list(new)}, whose 0 takes up a change of {which}: need {text(declared)} on "
+                          f"the others, found {text(x)}")
         return reshape_shape(node, ins)
     axis, outside, unit, inside, out_unit = node.attrs["rows"]
     if len(x) <= axis or prod(x[:axis]) != outside or x[axis] % unit or prod(x[axis + 1:]) != inside:
-        raise Refusal(f"new_shape is {list(new)} and its 0 follows axis {axis} of the input: need {outside} elements before, a "
-                      f"multiple of {unit} on it and {inside} behind, found {text(x)}")
+        raise Refusal(f"new_shape is {list(new)} and its 0 follows axis {axis} of the input: need {outside} elements "
+                      f"before, a multiple of {unit} on it and {inside} behind, found {text(x)}")
     return [tuple(dim or x[axis] // unit * out_unit for dim in new)]
 
 
