@@ -450,13 +450,19 @@ def test_static_reshape_refuses(x, new, part):
     assert part in refusal("static_reshape", x, new_shape=new)
 
 
-def test_static_reshape_rows_follows_axis_0_alone():
+def test_static_reshape_rows_follows_one_axis_alone():
     name = "static_reshape_rows"
-    assert shape(name, (7, 2, 3), new_shape=(0, 6)) == (7, 6)
-    assert shape(name, (0, 2, 3), new_shape=(0, 3, 2)) == (0, 3, 2)
-    assert "need 6 elements behind axis 0, found 8" in refusal(name, (6, 8), new_shape=(0, 6))
-    for new in ((7, 6), (0, 0), ()):
-        assert "a 0 in place of axis 0 alone" in refusal(name, (7, 6), new_shape=new)
+    # rows: the axis, the elements before it, how many of it make how many of the output's, the elements behind.
+    assert shape(name, (7, 2, 3), new_shape=(0, 6), rows=(0, 1, 1, 6, 1)) == (7, 6)
+    assert shape(name, (0, 2, 3), new_shape=(0, 3, 2), rows=(0, 1, 1, 6, 1)) == (0, 3, 2)
+    assert shape(name, (8, 3), new_shape=(0, 4, 3), rows=(0, 1, 4, 3, 1)) == (2, 4, 3)
+    for x, part in (((6, 8), "6 behind, found 6x8"), ((), "found scalar")):
+        assert part in refusal(name, x, new_shape=(0, 6), rows=(0, 1, 1, 6, 1))
+    assert "a multiple of 4 on it" in refusal(name, (7, 3), new_shape=(0, 4, 3), rows=(0, 1, 4, 3, 1))
+    # open: the axes of the declared shape whose change the inferred dimension may take up.
+    assert shape(name, (5, 4, 6), new_shape=(0, 24), declared=(2, 4, 6), open=(0,)) == (5, 24)
+    assert "a change of axis 0 alone: need 2x4x6" in refusal(
+        name, (2, 8, 6), new_shape=(0, 24), declared=(2, 4, 6), open=(0,))
 
 
 @pytest.mark.parametrize("x, offsets, sizes, out", [
