@@ -52,7 +52,8 @@ cdef class Engine:
     # Pointers of all external values, inputs first, in the order of their engine ids.
     cdef xnn_external_value* externals
     cdef size_t num_externals, num_inputs, num_outputs
-    cdef bint bound
+    # An engine may not be invoked before plan() has run, once after create(planned=False) and after every reshape().
+    cdef bint bound, planned
     # XNNPACK reads constants that it does not pack for the runtime's whole life: lowered keeps them.
     cdef readonly object lowered
     # The runtime calls into the provider at every reshape and setup.
@@ -63,7 +64,7 @@ cdef class Engine:
     cdef readonly tuple pattern
     cdef list scratch
     @staticmethod
-    cdef Engine create(object lowered, dict shapes, Pool pool, uint32_t flags, PackedWeights packed)
+    cdef Engine create(object lowered, dict shapes, Pool pool, uint32_t flags, PackedWeights packed, bint planned=*)
     cdef int plan(self) except -1
     cdef int check_shapes(self) except -1
     cdef bint is_index(self, id)

@@ -438,7 +438,7 @@ cdef class Engine:
         free(self.externals)
 
     @staticmethod
-    cdef Engine create(object lowered, dict shapes, Pool pool, uint32_t flags, PackedWeights packed):
+    cdef Engine create(object lowered, dict shapes, Pool pool, uint32_t flags, PackedWeights packed, bint planned=True):
         cdef Engine self = Engine.__new__(Engine)
         cdef xnn_subgraph_t subgraph = NULL
         cdef xnn_status status
@@ -492,7 +492,7 @@ cdef class Engine:
                     if status == xnn_status_success:
                         xnn_delete_runtime(self.rt)
                     self.rt = NULL
-                    return Engine.create(lowered, shapes, pool, flags, None)
+                    return Engine.create(lowered, shapes, pool, flags, None, planned)
                 self.packed = packed
             else:
                 with nogil:
@@ -502,18 +502,23 @@ cdef class Engine:
                 raise xnnpack_error("xnn_create_runtime_v4", status, detail="XNNPACK could not create the operators of the graph")
         finally:
             xnn_delete_subgraph(subgraph)
-        self.plan()
-        self.bind_scratch()
+        if planned:
+            self.plan()
         return self
 
     cdef int plan(self) except -1:
+        """Let the engine plan its memory. It costs as much as an inference on some networks, so a runtime
+        puts it off until it knows the first inputs' shapes."""
         cdef xnn_status status
         with nogil:
             status = xnn_reshape_runtime(self.rt)
         if status != xnn_status_success:
             raise xnnpack_error("xnn_reshape_runtime", status, detail="at " + describe(self.lowered, self.shapes))
         self.bound = False
-        return self.check_shapes()
+        self.check_shapes()
+        self.bind_scratch()
+        self.planned = True
+        return 0
 
     cdef int check_shapes(self) except -1:
         """The engine's output shapes must be those that the shape rules gave: memory was sized by them."""
@@ -555,8 +560,7 @@ cdef class Engine:
             if status != xnn_status_success:
                 raise xnnpack_error("xnn_reshape_external_value", status)
         self.shapes = shapes
-        self.plan()
-        self.bind_scratch()
+        self.planned = False
         return 0
 
     cdef int bind_scratch(self) except -1:
@@ -606,9 +610,11 @@ cdef class Engine:
 
 
 def broadcast_pattern(lowered, dict shapes):
-    """Which operands of binary nodes are as large as the output: the engine's in-place plan rests on it."""
-    return tuple(
-        (shapes[a] == shapes[c], shapes[b] == shapes[c]) for a, b, c in lowered.broadcasts
+    """What of the shapes an engine can't change: which operands of binary nodes are as large as the output (its
+    in-place plan rests on it), and the batch of dynamically quantized convolutions."""
+    return (
+        *[(shapes[a] == shapes[c], shapes[b] == shapes[c]) for a, b, c in lowered.broadcasts],
+        *[shapes[id][0] for id in lowered.pinned],
     )
 
 
@@ -817,7 +823,7 @@ cdef class Runtime:
                     if self.threads > 1 and self.pool is None:
                         self.pool = Pool(self.threads)
                     self.engine = None
-                    self.engine = Engine.create(lowered, shapes, self.pool, self.flags, self.packed)
+                    self.engine = Engine.create(lowered, shapes, self.pool, self.flags, self.packed, False)
             except BaseException:
                 # Half-changed shapes inside the engine can't be trusted any more.
                 self.engine = None
@@ -978,6 +984,8 @@ cdef class Runtime:
         if self.check_finite:
             self.scan(arrays, "input")
         engine = self.engine
+        if not engine.planned:
+            self.plan_engine()
         for i in range(self.num_inputs):
             engine.bind(i, cnp.PyArray_DATA(<cnp.ndarray> arrays[i]))
         for j in range(self.num_outputs):
@@ -1002,6 +1010,15 @@ cdef class Runtime:
         if self.check_finite:
             self.scan(results, "output")
         return results
+
+    cdef int plan_engine(self) except -1:
+        try:
+            self.engine.plan()
+        except BaseException:
+            self.engine = None
+            self.shape_key = None
+            raise
+        return 0
 
     cdef tuple new_outputs(self):
         cdef size_t i, j
