@@ -40,6 +40,7 @@ _HOME = {
         ),
         "errors",
     ),
+    **dict.fromkeys(("Program",), "program"),
     **dict.fromkeys(("PerBlock", "PerChannel", "PerTensor", "PerToken", "dequantize", "quantize"), "quantization"),
 }
 _MODULES = ("reference",)
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
         XnnpackError,
         XnnpackMemoryError,
     )
+    from .program import Program
     from .quantization import PerBlock, PerChannel, PerTensor, PerToken, dequantize, quantize
 
 
