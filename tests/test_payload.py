@@ -46,10 +46,16 @@ def test_open_keeps_no_file_open(path):
     assert bytes(payload)[:3] == b"\0\1\2"
 
 
-@pytest.mark.parametrize("make", [
-    lambda: bytes(100), lambda: bytearray(100), lambda: memoryview(bytes(100)), lambda: np.zeros(25, np.float32),
-    lambda: np.zeros((5, 5), np.float32),
-])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: bytes(100),
+        lambda: bytearray(100),
+        lambda: memoryview(bytes(100)),
+        lambda: np.zeros(25, np.float32),
+        lambda: np.zeros((5, 5), np.float32),
+    ],
+)
 def test_open_holds_a_buffer_in_place(make):
     source = make()
     payload = Payload.open(source)
@@ -99,7 +105,7 @@ def test_open_refuses_strided_buffers(source):
 
 
 def test_constructor_names_the_factory():
-    with pytest.raises(TypeError, match="Payload.open"):
+    with pytest.raises(TypeError, match=r"Payload.open"):
         Payload()
 
 
@@ -118,16 +124,19 @@ def _readonly_view_of_writable():
     return view
 
 
-@pytest.mark.parametrize(("make", "writable"), [
-    (lambda: bytes(8), False),
-    (lambda: memoryview(bytes(8)), False),
-    (lambda: np.frombuffer(bytes(8), np.uint8), False),
-    (lambda: bytearray(8), True),
-    (lambda: memoryview(bytearray(8)).toreadonly(), True),
-    (lambda: memoryview(memoryview(bytearray(8)).toreadonly())[2:], True),
-    (lambda: np.zeros(8), True),
-    (_readonly_view_of_writable, True),
-])
+@pytest.mark.parametrize(
+    ("make", "writable"),
+    [
+        (lambda: bytes(8), False),
+        (lambda: memoryview(bytes(8)), False),
+        (lambda: np.frombuffer(bytes(8), np.uint8), False),
+        (lambda: bytearray(8), True),
+        (lambda: memoryview(bytearray(8)).toreadonly(), True),
+        (lambda: memoryview(memoryview(bytearray(8)).toreadonly())[2:], True),
+        (lambda: np.zeros(8), True),
+        (_readonly_view_of_writable, True),
+    ],
+)
 def test_writable_sees_through_views(make, writable):
     assert Payload.open(make()).writable is writable
 
@@ -200,7 +209,13 @@ def test_cycle_through_the_source_is_collected():
 
 
 def test_tail_readable_ends_with_the_last_page(tmp_path):
-    for size, readable in ((PAGE, False), (PAGE - 15, False), (PAGE - 16, True), (PAGE + 1, True), (2 * PAGE - 1, False)):
+    for size, readable in (
+        (PAGE, False),
+        (PAGE - 15, False),
+        (PAGE - 16, True),
+        (PAGE + 1, True),
+        (2 * PAGE - 1, False),
+    ):
         file = tmp_path / str(size)
         file.write_bytes(bytes(size))
         payload = Payload.open(file)
@@ -212,13 +227,13 @@ def test_tail_readable_ends_with_the_last_page(tmp_path):
 def test_tail_readable_of_a_buffer_goes_by_its_page():
     array = np.zeros(4 * 4096, np.uint8)
     start = -array.ctypes.data % 4096
-    page = array[start:start + 4096]
+    page = array[start : start + 4096]
     assert not Payload.open(page).tail_readable(4096)
     assert not Payload.open(page[:-15]).tail_readable(4096 - 15)
     assert Payload.open(page[:-16]).tail_readable(4096 - 16)
     # The tempting test "end % 4096 + 16 <= 4096" would call this readable.
-    assert Payload.open(array[start:start + 4097]).tail_readable(4096) is False
-    assert Payload.open(array[start:start + 4112]).tail_readable(4096)
+    assert Payload.open(array[start : start + 4097]).tail_readable(4096) is False
+    assert Payload.open(array[start : start + 4112]).tail_readable(4096)
 
 
 def test_tail_readable_refuses_offsets_outside():

@@ -49,8 +49,10 @@ def graph(fields=(), *, vtable=None, table_size=None):
     for slot, form, _ in fields:
         offsets[slot] = at
         at += struct.calcsize(form)
-    hand.put("HH" if vtable is None else vtable[0], *((4 + 2 * slots, at if table_size is None else table_size)
-                                                      if vtable is None else vtable[1:]))
+    hand.put(
+        "HH" if vtable is None else vtable[0],
+        *((4 + 2 * slots, at if table_size is None else table_size) if vtable is None else vtable[1:]),
+    )
     for offset in offsets:
         hand.put("H", offset)
     hand.data = hand.data.ljust(32, b"\0")
@@ -250,7 +252,11 @@ def _element(data, name, index):
 
 
 def test_union_type_without_value():
-    bad(encode(files.tree(xnodes=[{"xnode_union_type": 1}]), identifier=b"XN01"), "type 1 but no value", "XNNGraph.xnodes[0].xnode_union")
+    bad(
+        encode(files.tree(xnodes=[{"xnode_union_type": 1}]), identifier=b"XN01"),
+        "type 1 but no value",
+        "XNNGraph.xnodes[0].xnode_union",
+    )
 
 
 def test_union_value_without_type():
@@ -263,7 +269,11 @@ def test_union_value_without_type():
 def test_union_member_unknown(number):
     data = bytearray(files.bare())
     struct.pack_into("<B", data, _field(data, _element(data, "xnodes", 0), 0), number)
-    bad(data, f"unsupported: union XNodeUnion has no member {number}, known are 1 to 47", "XNNGraph.xnodes[0].xnode_union")
+    bad(
+        data,
+        f"unsupported: union XNodeUnion has no member {number}, known are 1 to 47",
+        "XNNGraph.xnodes[0].xnode_union",
+    )
 
 
 def test_path_leaves_union_fields_out():
@@ -295,7 +305,7 @@ def test_depth_limit():
     data = files.bare()
     # XNNGraph, XValue, XNNTensorValue
     verify(data, max_depth=3)
-    with pytest.raises(LimitError, match="nest deeper than 2 .*XNNGraph.xnodes.*max_depth"):
+    with pytest.raises(LimitError, match=r"nest deeper than 2 .*XNNGraph.xnodes.*max_depth"):
         verify(data, max_depth=2)
     for depth in (0, 257):
         with pytest.raises(ArgumentError, match="max_depth"):
@@ -306,7 +316,7 @@ def test_table_limit_counts_each_reference():
     data = files.bare()
     # Root, node and its operator, three values of two tables each, two buffers.
     verify(data, max_tables=11)
-    with pytest.raises(LimitError, match="at most 10 tables.*max_tables"):
+    with pytest.raises(LimitError, match=r"at most 10 tables.*max_tables"):
         verify(data, max_tables=10)
 
 
@@ -340,8 +350,10 @@ def test_blow_up_by_sharing_stops_at_the_limit():
     size = struct.unpack_from("<H", data, plan_vtable + 2)[0]
     target = _field(data, first, 2)
     table = vector + 4 + 4 * count
-    data += struct.pack("<I", count) + b"".join(struct.pack("<I", table - (vector + 4 + 4 * number)) for number in range(count))
-    data += data[first:first + size]
+    data += struct.pack("<I", count) + b"".join(
+        struct.pack("<I", table - (vector + 4 + 4 * number)) for number in range(count)
+    )
+    data += data[first : first + size]
     struct.pack_into("<i", data, table, table - plan_vtable)
     place = table + (target - first)
     values = target + struct.unpack_from("<I", data, target)[0]
@@ -353,8 +365,10 @@ def test_blow_up_by_sharing_stops_at_the_limit():
     entry_vtable = entry - struct.unpack_from("<i", data, entry)[0]
     entry_size = struct.unpack_from("<H", data, entry_vtable + 2)[0]
     copy = moved + 4 + 4 * inner
-    data += struct.pack("<I", inner) + b"".join(struct.pack("<I", copy - (moved + 4 + 4 * number)) for number in range(inner))
-    data += data[entry:entry + entry_size]
+    data += struct.pack("<I", inner) + b"".join(
+        struct.pack("<I", copy - (moved + 4 + 4 * number)) for number in range(inner)
+    )
+    data += data[entry : entry + entry_size]
     struct.pack_into("<i", data, copy, copy - entry_vtable)
     union = _field(data, copy, 1)
     null = len(data)
@@ -410,8 +424,12 @@ def test_writable_bytes_are_read_from_a_copy():
 
 
 def test_cursor_reads_every_kind():
-    root = verify(files.program(plan := files.plan(name="run", operators=[{"name": "aten::add", "overload": "out"}]),
-                                header=False), "program").root
+    root = verify(
+        files.program(
+            plan := files.plan(name="run", operators=[{"name": "aten::add", "overload": "out"}]), header=False
+        ),
+        "program",
+    ).root
     method = root.get("execution_plan")[0]
     assert method.get("name") == "run"
     assert method.get("inputs") == (0,) and method.get("non_const_buffer_sizes") == (0, 64)
@@ -420,8 +438,12 @@ def test_cursor_reads_every_kind():
     value = method.item("values", 1).get("val")
     assert value.kind == "Tensor" and value.get("dim_order") == (0, 1) and value.get("requires_grad") is False
     assert method.item("values", 0).at == method.item("values", 0).offset
-    for wrong in (lambda: method.get("nothing"), lambda: method.rows("name"), lambda: method.span("values"),
-                  lambda: method.item("name", 0)):
+    for wrong in (
+        lambda: method.get("nothing"),
+        lambda: method.rows("name"),
+        lambda: method.span("values"),
+        lambda: method.item("name", 0),
+    ):
         with pytest.raises(AttributeError):
             wrong()
     for index in (-1, 2):
@@ -433,7 +455,7 @@ def test_span_is_where_the_bytes_are():
     data = files.bare()
     root = verify(data).root
     offset, nbytes = root.get("constant_buffer")[1].span("storage")
-    assert data[offset:offset + nbytes] == files.ONES.tobytes()
+    assert data[offset : offset + nbytes] == files.ONES.tobytes()
     assert root.get("constant_buffer")[0].span("storage") is None
 
 
@@ -447,9 +469,14 @@ def test_constructors_name_the_factory():
 
 
 SMALL = {
-    "bare": files.bare, "seed": files.seed, "inline": files.inline,
-    "named": lambda: files.program(segments=[b"", files.named(), files.ONES.tobytes()],
-                                   named_data=[{"key": "weights", "segment_index": 2}], alignment=16),
+    "bare": files.bare,
+    "seed": files.seed,
+    "inline": files.inline,
+    "named": lambda: files.program(
+        segments=[b"", files.named(), files.ONES.tobytes()],
+        named_data=[{"key": "weights", "segment_index": 2}],
+        alignment=16,
+    ),
     "program": lambda: files.program(alignment=16),
 }
 
@@ -478,7 +505,7 @@ def test_every_word_replaced(name):
     data = SMALL[name]()
     for at in range(0, len(data) - 3, 4):
         for word in (0, 1, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF):
-            attempt(data[:at] + struct.pack("<I", word) + data[at + 4:])
+            attempt(data[:at] + struct.pack("<I", word) + data[at + 4 :])
     assert attempt(data)
 
 

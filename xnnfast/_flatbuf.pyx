@@ -96,7 +96,8 @@ cdef class Schema:
             self.field_index.append({entry[0]: number for number, entry in enumerate(fields)})
             for slot, (field_name, declared, kind, scalar, default, target) in enumerate(fields):
                 if slot != declared or default:
-                    raise ValueError(f"{key}: {name}.{field_name} needs slot {slot} and default 0, found {declared} and {default}")
+                    raise ValueError(f"{key}: {name}.{field_name} needs slot {slot} and default 0, found {declared} "
+                                     f"and {default}")
                 field = &self.fields[at]
                 field.kind = KINDS[kind]
                 field.width = WIDTHS[scalar] if scalar is not None else 4
@@ -134,7 +135,7 @@ cdef dict _schemas = {}
 
 
 cpdef Schema schema(str key, bint closed=False):
-    """The compiled schema: ``"seed"``, ``"xnn"``, ``"program"``, ...; closed schemas refuse unknown slots of some tables."""
+    """The compiled schema of a key: ``"seed"``, ``"xnn"``, ``"program"``, ... A closed one refuses unknown slots."""
     found = _schemas.get((key, closed))
     if found is None:
         found = _schemas[(key, closed)] = Schema(key, closed)
@@ -240,7 +241,8 @@ cdef int verify_table(Walk* walk, int table, uint64_t at) noexcept nogil:
     if walk.depth + 1 >= walk.max_depth:
         # The table itself may stand here, what it refers to may not.
         for slot in range(min(slots, shape.count)):
-            if walk.fields[shape.first + slot].kind in (VECTOR_TABLE, TABLE, UNION) and load_u16(walk.base + vtable + 4 + 2 * slot):
+            number = walk.fields[shape.first + slot].kind
+            if number in (VECTOR_TABLE, TABLE, UNION) and load_u16(walk.base + vtable + 4 + 2 * slot):
                 walk.frames[walk.depth].field = slot
                 return fail(walk, FAULT_DEPTH, at, walk.max_depth, 0)
     frame = &walk.frames[walk.depth]
@@ -349,7 +351,7 @@ cdef object fault_error(FlatBuffer buffer, Walk* walk, object max_tables):
     if walk.fault in (FAULT_UNION_VALUE, FAULT_UNION_TYPE, FAULT_UNION_MEMBER):
         union = schema.union_names[number]
     if walk.fault == FAULT_ROOT:
-        text = f"need the root table inside the {size} bytes of flatbuffer, at a multiple of 4, found its offset {found:#x}"
+        text = f"need the root table inside the {size} bytes of flatbuffer and at a multiple of 4, found {found:#x}"
     elif walk.fault == FAULT_ALIGNMENT:
         text = f"need a place in the flatbuffer that is a multiple of {need}, found {found:#x}"
     elif walk.fault == FAULT_VTABLE:
@@ -377,10 +379,11 @@ cdef object fault_error(FlatBuffer buffer, Walk* walk, object max_tables):
     elif walk.fault == FAULT_SLOT:
         text = f"slot {found} of {table} is set, the {schema.key} dialect has slots 0 to {need - 1}"
     elif walk.fault == FAULT_DEPTH:
-        return LimitError(f"tables nest deeper than {found} - at {path}, offset {at:#x}; max_depth of Limits raises the limit")
+        return LimitError(f"tables nest deeper than {found} - at {path}, offset {at:#x}; max_depth of Limits raises "
+                          "the limit")
     else:
-        return LimitError(f"need at most {max_tables} tables in a flatbuffer, found more - at {path}, offset {at:#x}; "
-                          "max_tables of Limits raises the limit")
+        return LimitError(f"need at most {max_tables} tables in a flatbuffer, found more - at {path}, offset "
+                          f"{at:#x}; max_tables of Limits raises the limit")
     return FormatError(text, offset=at, path=path)
 
 
@@ -556,7 +559,8 @@ cdef class Table:
         if field.kind == VECTOR_TABLE:
             return tuple([make_table(buffer, field.target, at + 4 * element + load_u32(base + at + 4 * element))
                           for element in range(count)])
-        return tuple([text(buffer, at + 4 * element + load_u32(base + at + 4 * element), name) for element in range(count)])
+        return tuple([text(buffer, at + 4 * element + load_u32(base + at + 4 * element), name)
+                      for element in range(count)])
 
     def get(self, str name not None):
         """The field's value: a number, string, tuple, Table, or tuple of Tables.
@@ -596,7 +600,8 @@ cdef class Table:
         if field.kind != VECTOR_TABLE:
             raise AttributeError(f"{self.kind}.{name} is not a vector of tables")
         if at == 0 or not 0 <= index < load_u32(base + at):
-            raise IndexError(f"{self.kind}.{name} has {load_u32(base + at) if at else 0} entries, found index {index}")
+            raise IndexError(f"{self.kind}.{name} has {load_u32(base + at) if at else 0} entries, found index "
+                             f"{index}")
         at += 4 + 4 * <uint64_t> index
         return make_table(self.buffer, field.target, at + load_u32(base + at))
 

@@ -70,7 +70,8 @@ cdef class AlignedBytes:
     cdef AlignedBytes copy(const unsigned char* source, Py_ssize_t nbytes):
         cdef AlignedBytes self = AlignedBytes.__new__(AlignedBytes)
         cdef void* memory = NULL
-        if nbytes > <Py_ssize_t> (<size_t> -1 >> 1) - SPARE or posix_memalign(&memory, ALIGNMENT, <size_t> nbytes + SPARE):
+        # The sum can't overflow: nbytes is that of an object in memory.
+        if posix_memalign(&memory, ALIGNMENT, <size_t> nbytes + SPARE):
             raise MemoryError(f"no memory for a copy of {nbytes} bytes")
         self.data = <unsigned char*> memory
         self.nbytes = nbytes
@@ -242,7 +243,8 @@ cdef Payload _open_path(object path):
         if stat.S_ISDIR(status.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
         if not stat.S_ISREG(status.st_mode):
-            raise FormatError(f"need a regular file to map, {os.fsdecode(path)!r} is not one: read it and pass the bytes")
+            raise FormatError(f"need a regular file to map, {os.fsdecode(path)!r} is not one: read it and pass the "
+                              "bytes")
         if status.st_size == 0:
             raise FormatError(f"{os.fsdecode(path)!r} is empty")
         self.nbytes = status.st_size

@@ -65,7 +65,8 @@ SEED_VERSION = re.compile("[0-9a-f]{40}")
 
 # ---- constants
 
-def constant_at(Payload payload not None, Py_ssize_t offset, Py_ssize_t nbytes, int index=0, *, copy=None, str key=None):
+def constant_at(Payload payload not None, Py_ssize_t offset, Py_ssize_t nbytes, int index=0, *, copy=None,
+                str key=None):
     """A Constant over a range of a payload, in place where XNNPACK can read it there, else a padded copy.
 
     ``copy`` is None (only if needed), True (always) or False (AlignmentError if needed).
@@ -73,12 +74,13 @@ def constant_at(Payload payload not None, Py_ssize_t offset, Py_ssize_t nbytes, 
     return make_constant(payload, None, offset, nbytes, index, copy, key)
 
 
-cdef Constant make_constant(Payload payload, object view, Py_ssize_t offset, Py_ssize_t nbytes, int index, object copy, str key):
+cdef Constant make_constant(Payload payload, object view, Py_ssize_t offset, Py_ssize_t nbytes, int index,
+                            object copy, str key):
     cdef Constant made = Constant.__new__(Constant)
     cdef const unsigned char* data
     if not (0 <= offset <= payload.nbytes and 0 <= nbytes <= payload.nbytes - offset):
-        raise FormatError(f"need constant {index} inside the {payload.nbytes} bytes of {payload.name}, found {nbytes} bytes",
-                          offset=offset)
+        raise FormatError(f"need constant {index} inside the {payload.nbytes} bytes of {payload.name}, found "
+                          f"{nbytes} bytes", offset=offset)
     data = payload.data + offset
     made.index = index
     made.nbytes = nbytes
@@ -97,8 +99,8 @@ cdef Constant make_constant(Payload payload, object view, Py_ssize_t offset, Py_
         made._data = (memoryview(payload) if view is None else view)[offset:offset + nbytes]
     elif copy is False:
         name = f"constant {index}" if key is None else f"constant {index} ({key})"
-        raise AlignmentError(f"{name}, {nbytes} bytes at address {<uintptr_t> data:#x}, needs a copy, which copy=False forbids: "
-                             f"{made.reason}", offset=offset)
+        raise AlignmentError(f"{name}, {nbytes} bytes at address {<uintptr_t> data:#x}, needs a copy, which "
+                             f"copy=False forbids: {made.reason}", offset=offset)
     else:
         made._data = memoryview(AlignedBytes.copy(data, nbytes))
     return made
@@ -239,8 +241,9 @@ cdef class Decoded:
 
     def graph(self):
         """The validated Graph."""
-        return Graph(self.values, self.nodes, self.inputs, self.outputs, dialect=self.dialect, container=self.container,
-                     version=self.version, source=self.source, mem_buffer_sizes=self.mem_buffer_sizes, notes=self.notes,
+        return Graph(self.values, self.nodes, self.inputs, self.outputs, dialect=self.dialect,
+                     container=self.container, version=self.version, source=self.source,
+                     mem_buffer_sizes=self.mem_buffer_sizes, notes=self.notes,
                      owner=self.owner, limits=self.limits)
 
     def replace_value(self, Value old, Value new):
@@ -270,7 +273,8 @@ cdef class Decoded:
         if index < <uint32_t> len(self.constants) and self.constants[index] is not None:
             return <Constant> self.constants[index]
         payload, offset, nbytes, key = self.place(index, value, "constant_buffer_idx", table)
-        made = make_constant(payload, self.view if payload is self.owner else None, offset, nbytes, <int> index, self.copy, key)
+        made = make_constant(payload, self.view if payload is self.owner else None, offset, nbytes, <int> index,
+                             self.copy, key)
         self.constants[index] = made
         return made
 
@@ -281,7 +285,8 @@ cdef class Decoded:
         if index >= <uint32_t> len(self.constants):
             name = "constant_data" if self.has_header else "constant_buffer"
             path = f"XNNGraph.xvalues[{value}].{field}" if value >= 0 else f"XNNGraph.{field}"
-            raise self.format_error(f"need a constant below {len(self.constants)}, the length of {name}, found {index}", path, table)
+            raise self.format_error(f"need a constant below {len(self.constants)}, the length of {name}, found "
+                                    f"{index}", path, table)
         if not self.has_header:
             vector = reference_at(self.base, self.root, SLOT_XNNGraph_constant_buffer)
             entry = vector + 4 + 4 * <uint64_t> index
@@ -289,7 +294,7 @@ cdef class Decoded:
             vector = reference_at(self.base, entry, SLOT_Buffer_storage)
             if vector == 0:
                 return self.buffer.payload, <Py_ssize_t> self.at(entry), 0, None
-            return self.buffer.payload, <Py_ssize_t> self.at(vector + 4), <Py_ssize_t> load_u32(self.base + vector), None
+            return self.buffer.payload, self.at(vector + 4), <Py_ssize_t> load_u32(self.base + vector), None
         vector = reference_at(self.base, self.root, SLOT_XNNGraph_constant_data)
         entry = vector + 4 + 4 * <uint64_t> index
         entry += load_u32(self.base + entry)
@@ -300,10 +305,11 @@ cdef class Decoded:
             try:
                 key = PyUnicode_DecodeUTF8(<const char*> self.base + key_at + 4, length, NULL)
             except UnicodeDecodeError:
-                raise self.format_error("need UTF-8 in a key", f"XNNGraph.constant_data[{index}].named_key", key_at) from None
+                raise self.format_error("need UTF-8 in a key", f"XNNGraph.constant_data[{index}].named_key",
+                                        key_at) from None
             if self.section.named is None:
-                raise self.format_error(f"need named data {key!r}, found none: the payload is read without its program "
-                                        "(load the program, or give a data file as data=[...])",
+                raise self.format_error(f"need named data {key!r}, found none: the payload is read without its "
+                                        "program (load the program, or give a data file as data=[...])",
                                         f"XNNGraph.constant_data[{index}]", entry)
             found = self.single.get(key) if self.single is not None else None
             if found is not None:
@@ -319,8 +325,8 @@ cdef class Decoded:
         offset = get_u64(self.base, entry, SLOT_ConstantDataOffset_offset)
         start, room = self.section.constants
         if offset > <uint64_t> room or nbytes > <uint64_t> room - offset:
-            raise self.format_error(f"need {nbytes} bytes inside the {room} bytes of constant data, found them at {offset:#x}",
-                                    f"XNNGraph.constant_data[{index}]", entry)
+            raise self.format_error(f"need {nbytes} bytes inside the {room} bytes of constant data, found them at "
+                                    f"{offset:#x}", f"XNNGraph.constant_data[{index}]", entry)
         return self.buffer.payload, start + <Py_ssize_t> offset, <Py_ssize_t> nbytes, None
 
     cdef object scale_array(self, uint64_t params, int slot_inline, int slot_index, int slot_count, bint block,
@@ -346,7 +352,8 @@ cdef class Decoded:
             width = 2 if block else 4
             held, offset, nbytes, key = self.place(index, value, "quant_params.scale_buffer_idx", params)
             if <uint64_t> nbytes < need * width:
-                raise self.format_error(f"need {need * width} bytes for {need} scales, constant {index} has {nbytes}", scale_path(value), params)
+                raise self.format_error(f"need {need * width} bytes for {need} scales, constant {index} has {nbytes}",
+                                        scale_path(value), params)
             payload = held
             raw = PyBytes_FromStringAndSize(<const char*> payload.data + offset, <Py_ssize_t> (need * width))
             found = np.frombuffer(raw, np.uint16 if block else np.float32)
@@ -356,7 +363,8 @@ cdef class Decoded:
         if vector == 0:
             raise self.format_error("need scales, inline or as a constant, found neither", scale_path(value), params)
         if load_u32(self.base + vector) != need:
-            raise self.format_error(f"need {need} scales, found {load_u32(self.base + vector)}", scale_path(value), params)
+            raise self.format_error(f"need {need} scales, found {load_u32(self.base + vector)}", scale_path(value),
+                                    params)
         source = self.base + vector + 4
         if not block:
             return np.frombuffer(PyBytes_FromStringAndSize(<const char*> source, <Py_ssize_t> need * 4), np.float32)
@@ -383,7 +391,8 @@ cdef class Decoded:
                                     f"XNNGraph.xvalues[{index}].{field}", table)
         return name
 
-    cdef object quantized(self, int index, uint64_t quantized, uint64_t table, str datatype, tuple shape, uint32_t id):
+    cdef object quantized(self, int index, uint64_t quantized, uint64_t table, str datatype, tuple shape,
+                          uint32_t id):
         """Quantization parameters of an XNNQuantizedTensorValue."""
         cdef int kind = get_u8(self.base, quantized, SLOT_XNNQuantizedTensorValue_quant_params_type)
         cdef uint64_t params = reference_at(self.base, quantized, SLOT_XNNQuantizedTensorValue_quant_params)
@@ -404,21 +413,24 @@ cdef class Decoded:
             return PerToken(get_i32(self.base, params, SLOT_PerTokenDynamicQuant_num_nonbatch_dims))
         axis = get_i32(self.base, params, SLOT_PerChannelQuant_channel_dim)
         if not 0 <= axis < len(shape):
-            raise self.value_error(f"value {id} needs channel_dim from 0 to {len(shape) - 1}, found {axis}", index, params, id)
+            raise self.value_error(f"value {id} needs channel_dim from 0 to {len(shape) - 1}, found {axis}", index,
+                                   params, id)
         if kind == UNION_XNNQuantParams_PerChannelQuant:
-            return PerChannel(self.scale_array(params, SLOT_PerChannelQuant_scale, SLOT_PerChannelQuant_scale_buffer_idx,
+            return PerChannel(self.scale_array(params, SLOT_PerChannelQuant_scale,
+                                               SLOT_PerChannelQuant_scale_buffer_idx,
                                                SLOT_PerChannelQuant_num_scales, False, shape[axis], index), axis)
         group = get_i32(self.base, params, SLOT_PerChannelGroupQuant_group_size)
         if len(shape) != 2 or axis != 0:
-            raise self.value_error(f"value {id} of {datatype} needs rank 2 and channel_dim 0, found rank {len(shape)} and "
-                                   f"{axis}", index, params, id)
+            raise self.value_error(f"value {id} of {datatype} needs rank 2 and channel_dim 0, found rank "
+                                   f"{len(shape)} and {axis}", index, params, id)
         inner = shape[1]
         if group < 32 or group % 32 or inner % <uint64_t> group:
-            raise self.value_error(f"value {id} needs a group_size that is a multiple of 32 and divides {inner}, found {group}",
-                                   index, params, id)
+            raise self.value_error(f"value {id} needs a group_size that is a multiple of 32 and divides {inner}, "
+                                   f"found {group}", index, params, id)
         # Each factor is below 2**32 and the group at least 32: no overflow.
         need = <uint64_t> shape[0] * (inner // <uint64_t> group)
-        return PerBlock(self.scale_array(params, SLOT_PerChannelGroupQuant_scale, SLOT_PerChannelGroupQuant_scale_buffer_idx,
+        return PerBlock(self.scale_array(params, SLOT_PerChannelGroupQuant_scale,
+                                         SLOT_PerChannelGroupQuant_scale_buffer_idx,
                                          SLOT_PerChannelGroupQuant_num_scales, True, need, index), axis, group)
 
     cdef object plain(self, int index, uint64_t table, str datatype, uint32_t id, bint seed):
@@ -426,13 +438,15 @@ cdef class Decoded:
         if NEEDED_QUANT[datatype] is None:
             return None
         if seed and datatype == "qint32":
-            raise self.value_error(f"value {id} is qint32, and XNNPACK has no addition of that type", index, table, id)
+            raise self.value_error(f"value {id} is qint32, and XNNPACK has no addition of that type", index, table,
+                                   id)
         if NEEDED_QUANT[datatype] != UNION_XNNQuantParams_PerTensorQuant:
-            raise self.value_error(f"value {id} of {datatype} needs quantization parameters, a plain value has none", index, table, id)
+            raise self.value_error(f"value {id} of {datatype} needs quantization parameters, a plain value has none",
+                                   index, table, id)
         given = self.parameters.pop(id, None)
         if given is None:
-            raise self.value_error(f"value {id} is {datatype} and the file stores no scale and zero point for it: give them as "
-                                   f"quantization={{{id}: (scale, zero_point)}}", index, table, id)
+            raise self.value_error(f"value {id} is {datatype} and the file stores no scale and zero point for it: "
+                                   f"give them as quantization={{{id}: (scale, zero_point)}}", index, table, id)
         return given
 
     cdef Value value(self, int index, uint64_t entry, bint seed):
@@ -468,14 +482,15 @@ cdef class Decoded:
         made.offset = self.at(table)
         flags = get_u32(base, table, SLOT_XNNTensorValue_flags)
         if flags & ~<uint32_t> (FLAG_INPUT | FLAG_OUTPUT):
-            raise self.value_error(f"value {id} has flags {flags:#x}, need a combination of 1 (input) and 2 (output)", index, table, id)
+            raise self.value_error(f"value {id} has flags {flags:#x}, need a combination of 1 (input) and 2 (output)",
+                                   index, table, id)
         made.is_input = flags & FLAG_INPUT != 0
         made.is_output = flags & FLAG_OUTPUT != 0
         external = get_u32(base, table, SLOT_XNNTensorValue_external_id)
         if external != NO_ID:
             if not flags:
-                raise self.value_error(f"value {id} has external id {external} but neither flag 1 (input) nor 2 (output); an "
-                                       "internal value stores 0xffffffff", index, table, id)
+                raise self.value_error(f"value {id} has external id {external} but neither flag 1 (input) nor 2 "
+                                       "(output); an internal value stores 0xffffffff", index, table, id)
             made.external_id = external
         elif flags:
             raise self.value_error(f"value {id} has flags {flags:#x} but no external id", index, table, id)
@@ -486,7 +501,8 @@ cdef class Decoded:
         dq = 0 if seed else get_i16(base, table, SLOT_XNNTensorValue_dq_datatype)
         if dq:
             if self.dialect != "xn00":
-                raise self.value_error(f"value {id} has dq_datatype {dq}, which only XN00 files may use", index, table, id)
+                raise self.value_error(f"value {id} has dq_datatype {dq}, which only XN00 files may use", index,
+                                       table, id)
             made.dq_datatype = self.datatype(dq, "dq_datatype", index, table)
             if kind != UNION_XValueUnion_XNNTensorValue:
                 raise self.value_error(f"value {id} is quantized and has a dq_datatype too", index, table, id)
@@ -497,7 +513,8 @@ cdef class Decoded:
             if <uint64_t> made.constant.nbytes < nbytes:
                 shape = "x".join(map(str, made.shape)) or "scalar"
                 raise self.format_error(f"need {nbytes} bytes for {shape} {datatype}, constant {number} has "
-                                        f"{made.constant.nbytes}", f"XNNGraph.xvalues[{index}].constant_buffer_idx", table)
+                                        f"{made.constant.nbytes}",
+                                        f"XNNGraph.xvalues[{index}].constant_buffer_idx", table)
         return made
 
     # -- nodes
@@ -526,15 +543,15 @@ cdef class Decoded:
             elif plan.optional[place]:
                 ids.append(None)
             else:
-                raise GraphError(f"{made.where}: {plan.op.inputs[place]} is absent (0xffffffff), {plan.op.name} needs it - at "
-                                 f"XNNGraph.xnodes[{index}], offset {self.at(table):#x}", node=index)
+                raise GraphError(f"{made.where}: {plan.op.inputs[place]} is absent (0xffffffff), {plan.op.name} "
+                                 f"needs it - at XNNGraph.xnodes[{index}], offset {self.at(table):#x}", node=index)
         made.inputs = tuple(ids)
         ids = []
         for place in range(plan.outputs):
             id = get_u32(base, table, plan.output_slots[place])
             if id == NO_ID:
-                raise GraphError(f"{made.where}: {plan.op.outputs[place]} is absent (0xffffffff) - at XNNGraph.xnodes[{index}], "
-                                 f"offset {self.at(table):#x}", node=index)
+                raise GraphError(f"{made.where}: {plan.op.outputs[place]} is absent (0xffffffff) - at "
+                                 f"XNNGraph.xnodes[{index}], offset {self.at(table):#x}", node=index)
             ids.append(id)
         made.outputs = tuple(ids)
         made.attrs = NO_ATTRS
@@ -553,7 +570,8 @@ cdef class Decoded:
                 else:
                     vector = reference_at(base, table, plan.attr_slots[place])
                     if vector and load_u32(base + vector) > 6:
-                        raise self.format_error(f"need at most 6 entries in {plan.names[place]}, found {load_u32(base + vector)}",
+                        raise self.format_error(f"need at most 6 entries in {plan.names[place]}, found "
+                                                f"{load_u32(base + vector)}",
                                                 f"XNNGraph.xnodes[{index}].{plan.names[place]}", table)
                     attrs[plan.names[place]] = u32_tuple(base, vector)
                     if plan.num_dims_slot >= 0 and (load_u32(base + vector) if vector else 0) != num_dims:
@@ -564,7 +582,8 @@ cdef class Decoded:
         if self.buffer.schema.key == "xnn":
             limits = reference_at(base, entry, SLOT_XNode_output_min_max)
             if limits:
-                made.clamp = (get_f32(base, limits, SLOT_OutputMinMax_output_min), get_f32(base, limits, SLOT_OutputMinMax_output_max))
+                made.clamp = (get_f32(base, limits, SLOT_OutputMinMax_output_min),
+                              get_f32(base, limits, SLOT_OutputMinMax_output_max))
         return made
 
     # -- graph
@@ -578,13 +597,14 @@ cdef class Decoded:
             if value.external_id is not None:
                 other = by_external.setdefault(value.external_id, value)
                 if other is not value:
-                    raise GraphError(f"values {other.id} and {value.id} both have external id {value.external_id}", value=value.id)
-                if value.external_id >= declared:
-                    raise GraphError(f"value {value.id} has external id {value.external_id}, need one below num_externs = {declared}",
+                    raise GraphError(f"values {other.id} and {value.id} both have external id {value.external_id}",
                                      value=value.id)
+                if value.external_id >= declared:
+                    raise GraphError(f"value {value.id} has external id {value.external_id}, need one below "
+                                     f"num_externs = {declared}", value=value.id)
         if len(by_external) != declared:
-            raise self.format_error(f"need num_externs equal to the number of external values, {len(by_external)}, found {declared}",
-                                    "XNNGraph.num_externs", self.root)
+            raise self.format_error(f"need num_externs equal to the number of external values, {len(by_external)}, "
+                                    f"found {declared}", "XNNGraph.num_externs", self.root)
         ordered = [by_external[number] for number in sorted(by_external)]
         self.inputs = [each for each in ordered if each.is_input]
         self.outputs = [each for each in ordered if each.is_output]
@@ -621,10 +641,12 @@ cdef class Decoded:
         cdef uint64_t vector = reference_at(self.base, self.root, slot)
         known = {each.id: each for each in flagged}
         # Not more than can be right, whatever the vector's length.
-        ids = u32_tuple(self.base, vector) if vector and load_u32(self.base + vector) <= <uint32_t> len(known) + 16 else ()
+        ids = ()
+        if vector and load_u32(self.base + vector) <= <uint32_t> len(known) + 16:
+            ids = u32_tuple(self.base, vector)
         if len(ids) != len(known) or set(ids) != set(known):
-            raise GraphError(f"{name} is {list(ids)}, the values with that flag are {sorted(known)}: need each of them once - at "
-                             f"XNNGraph.{name}, offset {self.at(self.root):#x}")
+            raise GraphError(f"{name} is {list(ids)}, the values with that flag are {sorted(known)}: need each of "
+                             f"them once - at XNNGraph.{name}, offset {self.at(self.root):#x}")
         return [known[each] for each in ids]
 
     cdef int buffer_sizes(self) except -1:
@@ -638,7 +660,8 @@ cdef class Decoded:
         for place in range(len(self.constants)):
             nbytes = self.place(<uint32_t> place, -1, "constant_buffer", self.root)[2]
             if self.mem_buffer_sizes[place] != nbytes:
-                raise self.format_error(f"need {nbytes}, the bytes of constant_buffer[{place}], found {self.mem_buffer_sizes[place]}",
+                raise self.format_error(f"need {nbytes}, the bytes of constant_buffer[{place}], found "
+                                        f"{self.mem_buffer_sizes[place]}",
                                         f"XNNGraph.mem_buffer_sizes[{place}]", self.root)
         return 0
 
@@ -672,7 +695,8 @@ cdef dict caller_parameters(object given):
             scale, zero_point = pair
             made[int(id)] = PerTensor(float(scale), int(zero_point))
         except (TypeError, ValueError):
-            raise ArgumentError(f"need quantization={{value id: (scale, zero_point)}}, found {id!r}: {pair!r}") from None
+            raise ArgumentError(f"need quantization={{value id: (scale, zero_point)}}, found {id!r}: "
+                                f"{pair!r}") from None
     return made
 
 
@@ -719,7 +743,8 @@ def read(section, dialect=None, *, copy=None, quantization=None, limits=DEFAULT_
             self.single_payload, self.single_start, self.single, self.single_places = simple
     names = found.datatypes
     self.datatypes = [names.get(number) for number in range(max(names) + 1)]
-    vector = reference_at(self.base, self.root, SLOT_XNNGraph_constant_data if self.has_header else SLOT_XNNGraph_constant_buffer)
+    vector = reference_at(self.base, self.root,
+                          SLOT_XNNGraph_constant_data if self.has_header else SLOT_XNNGraph_constant_buffer)
     self.constants = [None] * load_u32(self.base + vector) if vector else []
     root = buffer.root
     version = root.get("version")
@@ -729,7 +754,8 @@ def read(section, dialect=None, *, copy=None, quantization=None, limits=DEFAULT_
                           else "there is no version, seed files have 40 hexadecimal digits")
     count = get_u32(self.base, self.root, SLOT_XNNGraph_num_externs)
     if count > limits.max_externs:
-        raise LimitError(f"num_externs is {count}, above the cap of {limits.max_externs}; max_externs of Limits raises it")
+        raise LimitError(f"num_externs is {count}, above the cap of {limits.max_externs}; max_externs of Limits "
+                         "raises it")
     nodes = reference_at(self.base, self.root, SLOT_XNNGraph_xnodes)
     values = reference_at(self.base, self.root, SLOT_XNNGraph_xvalues)
     for name, vector in (("xnodes", nodes), ("xvalues", values)):
@@ -737,8 +763,8 @@ def read(section, dialect=None, *, copy=None, quantization=None, limits=DEFAULT_
             raise self.format_error(f"need {name}, found none", f"XNNGraph.{name}", self.root)
     vector = reference_at(self.base, self.root, SLOT_XNNGraph_mem_buffer_sizes)
     if vector and load_u32(self.base + vector) > limits.max_tables:
-        raise LimitError(f"mem_buffer_sizes has {load_u32(self.base + vector)} entries, above the cap of {limits.max_tables}; "
-                         "max_tables of Limits raises it")
+        raise LimitError(f"mem_buffer_sizes has {load_u32(self.base + vector)} entries, above the cap of "
+                         f"{limits.max_tables}; max_tables of Limits raises it")
     self.mem_buffer_sizes = u32_tuple(self.base, reference_at(self.base, self.root, SLOT_XNNGraph_mem_buffer_sizes))
     if seed:
         self.buffer_sizes()
@@ -747,8 +773,9 @@ def read(section, dialect=None, *, copy=None, quantization=None, limits=DEFAULT_
         entry = values + 4 + 4 * <uint64_t> index
         self.values.append(self.value(<int> index, entry + load_u32(self.base + entry), seed))
     if self.parameters:
-        raise ArgumentError(f"quantization= has parameters for value {min(self.parameters)}, which "
-                            f"{'stores its own or needs none' if any(each.id == min(self.parameters) for each in self.values) else 'does not exist'}")
+        wrong = min(self.parameters)
+        why = "stores its own or needs none" if any(each.id == wrong for each in self.values) else "does not exist"
+        raise ArgumentError(f"quantization= has parameters for value {wrong}, which {why}")
     plans = plans_of(found.key)
     self.nodes = []
     for index in range(load_u32(self.base + nodes)):

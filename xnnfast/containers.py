@@ -23,6 +23,9 @@ from .errors import ArgumentError, FormatError
 if TYPE_CHECKING:
     from ._payload import Source
 
+    #: What ``data=`` takes.
+    DataArgument: TypeAlias = "Source | Payload | DataFile | Sequence[Source | Payload | DataFile]"
+
 #: Id of our backend in a program.
 XNNPACK_BACKEND = "XnnpackBackend"
 
@@ -51,8 +54,18 @@ _HEADER_AT = 8
 SCALAR_TYPES: dict[int, np.dtype[Any]] = {
     number: np.dtype(name)
     for number, name in (
-        (0, "u1"), (1, "i1"), (2, "i2"), (3, "i4"), (4, "i8"), (5, "f2"), (6, "f4"), (7, "f8"), (11, "?"),
-        (27, "u2"), (28, "u4"), (29, "u8"),
+        (0, "u1"),
+        (1, "i1"),
+        (2, "i2"),
+        (3, "i4"),
+        (4, "i8"),
+        (5, "f2"),
+        (6, "f4"),
+        (7, "f8"),
+        (11, "?"),
+        (27, "u2"),
+        (28, "u4"),
+        (29, "u8"),
     )
 }
 
@@ -67,7 +80,7 @@ class Blob(NamedTuple):
     @property
     def data(self) -> memoryview:
         """The bytes: a read-only view that keeps the payload alive."""
-        return memoryview(self.payload)[self.offset:self.offset + self.nbytes]
+        return memoryview(self.payload)[self.offset : self.offset + self.nbytes]
 
 
 class Segments(Sequence[Blob]):
@@ -98,7 +111,7 @@ class NamedData:
 
     @property
     def single(self) -> tuple[Payload, int, dict[str, int], list[tuple[int, int]]] | None:
-        """(payload, start, key -> segment, places) when each key is there once, for a loop that needs no :meth:`find`."""
+        """(payload, start, key -> segment, places) if each key is there once: for loops that need no :meth:`find`."""
         if len(self._files) != 1 or self._files[0][2]:
             return None
         segments, known, _ = self._files[0]
@@ -116,7 +129,9 @@ class NamedData:
                 places += [segments[index] for index in (known[key], *more.get(key, ()))]
         if not places:
             files = ", ".join(segments.payload.name for segments, _, _ in self._files)
-            raise FormatError(f"named data {key!r} is in none of: {files or 'no files'} (a data file is given as data=[...])")
+            raise FormatError(
+                f"named data {key!r} is in none of: {files or 'no files'} (a data file is given as data=[...])"
+            )
         # The same bytes listed twice are no contradiction.
         if any(place != places[0] for place in places):
             found = ", ".join(f"{blob.payload.name} at {blob.offset:#x}" for blob in places)
@@ -154,7 +169,7 @@ class Section:
     @property
     def identifier(self) -> bytes:
         """Bytes 4..8 of the flatbuffer."""
-        return bytes(memoryview(self.payload)[self.offset + 4:self.offset + 8])
+        return bytes(memoryview(self.payload)[self.offset + 4 : self.offset + 8])
 
     @property
     def source(self) -> str:
@@ -165,33 +180,45 @@ class Section:
 # ---- one payload of XNNPACK
 
 
-def payload_section(blob: Blob, *, named: NamedData | None = None, label: str = "", container: str | None = None) -> Section:
+def payload_section(
+    blob: Blob, *, named: NamedData | None = None, label: str = "", container: str | None = None
+) -> Section:
     """The section in a range that holds an XNNPACK payload, with or without header."""
     payload, start, nbytes = blob
     if nbytes < 8:
         raise FormatError(f"need 8 bytes or more for an XNNPACK payload, found {nbytes}", offset=start)
-    magic = bytes(memoryview(payload)[start + 4:start + 8])
+    magic = bytes(memoryview(payload)[start + 4 : start + 8])
     if magic != b"XH00":
         return Section(payload, start, nbytes, None, named, label, container or "bare")
     if nbytes < _PAYLOAD_HEADER_NBYTES:
         raise FormatError(f"need {_PAYLOAD_HEADER_NBYTES} bytes of XH00 header, found {nbytes}", offset=start)
     _, length, at, size, area, area_size = _PAYLOAD_HEADER.unpack_from(memoryview(payload), start + 4)
-    if memoryview(payload)[start:start + 4] != bytes(4):
+    if memoryview(payload)[start : start + 4] != bytes(4):
         raise FormatError("need four zero bytes before XH00", offset=start)
     if length != _PAYLOAD_HEADER_NBYTES:
-        raise FormatError(f"need an XH00 header of {_PAYLOAD_HEADER_NBYTES} bytes, found length {length}", offset=start + 8)
+        raise FormatError(
+            f"need an XH00 header of {_PAYLOAD_HEADER_NBYTES} bytes, found length {length}", offset=start + 8
+        )
     if size < 8:
         raise FormatError(f"need a flatbuffer of 8 bytes or more, found size {size}", offset=start + 14)
     if at < length or at + size > nbytes:
-        raise FormatError(f"need the flatbuffer between the header and the payload's end at {nbytes:#x}, "
-                          f"found {size} bytes at {at:#x}", offset=start + 10)
+        raise FormatError(
+            f"need the flatbuffer between the header and the payload's end at {nbytes:#x}, "
+            f"found {size} bytes at {at:#x}",
+            offset=start + 10,
+        )
     if area < at + size or area + area_size > nbytes:
-        raise FormatError(f"need the constant data between the flatbuffer's end at {at + size:#x} and the payload's end at "
-                          f"{nbytes:#x}, found {area_size} bytes at {area:#x}", offset=start + 18)
+        raise FormatError(
+            f"need the constant data between the flatbuffer's end at {at + size:#x} and the payload's end at "
+            f"{nbytes:#x}, found {area_size} bytes at {area:#x}",
+            offset=start + 18,
+        )
     section = Section(payload, start + at, size, (start + area, area_size), named, label, container or "XH00")
     if section.identifier not in GRAPH_IDENTIFIERS:
-        raise FormatError(f"need identifier XN00 or XN01 behind an XH00 header, found {section.identifier!r}",
-                          offset=section.offset + 4)
+        raise FormatError(
+            f"need identifier XN00 or XN01 behind an XH00 header, found {section.identifier!r}",
+            offset=section.offset + 4,
+        )
     return section
 
 
@@ -358,8 +385,11 @@ def _tensor(table: Table) -> Tensor:
     sizes = table.get("sizes")
     order = table.get("dim_order") or tuple(range(len(sizes)))
     if sorted(order) != list(range(len(sizes))):
-        raise FormatError(f"need each of 0 to {len(sizes) - 1} once in dim_order, found {list(order)}",
-                          offset=table.at, path="Tensor.dim_order")
+        raise FormatError(
+            f"need each of 0 to {len(sizes) - 1} once in dim_order, found {list(order)}",
+            offset=table.at,
+            path="Tensor.dim_order",
+        )
     if any(size < 0 for size in sizes):
         raise FormatError(f"need sizes from 0 on, found {list(sizes)}", offset=table.at, path="Tensor.sizes")
     place = table.get("allocation_info")
@@ -372,8 +402,18 @@ def _tensor(table: Table) -> Tensor:
     if extra is not None:
         name, external = extra.get("fully_qualified_name"), extra.get("location") == 1
         segment = extra.get("mutable_data_segments_idx")
-    return Tensor(table.get("scalar_type"), sizes, order, table.get("storage_offset"), table.get("data_buffer_idx"),
-                  allocation, table.get("shape_dynamism"), name, external, segment)
+    return Tensor(
+        table.get("scalar_type"),
+        sizes,
+        order,
+        table.get("storage_offset"),
+        table.get("data_buffer_idx"),
+        allocation,
+        table.get("shape_dynamism"),
+        name,
+        external,
+        segment,
+    )
 
 
 class _Header(NamedTuple):
@@ -386,19 +426,23 @@ class _Header(NamedTuple):
 
 
 def _program_header(payload: Payload, start: int, nbytes: int) -> _Header:
-    view = memoryview(payload)[start:start + nbytes]
-    if view[_HEADER_AT:_HEADER_AT + 4] != _PROGRAM_MAGIC:
+    view = memoryview(payload)[start : start + nbytes]
+    if view[_HEADER_AT : _HEADER_AT + 4] != _PROGRAM_MAGIC:
         return _Header(nbytes, nbytes, None)
     at = start + _HEADER_AT
     if nbytes < _HEADER_AT + 24:
         raise FormatError(f"need {_HEADER_AT + 24} bytes of program with its header, found {nbytes}", offset=at)
     length = struct.unpack_from("<I", view, _HEADER_AT + 4)[0]
     if length < 24 or _HEADER_AT + length > nbytes:
-        raise FormatError(f"need an eh00 header of 24 bytes or more inside {nbytes} bytes, found length {length}", offset=at + 4)
+        raise FormatError(
+            f"need an eh00 header of 24 bytes or more inside {nbytes} bytes, found length {length}", offset=at + 4
+        )
     size, base = struct.unpack_from("<QQ", view, _HEADER_AT + 8)
     data = struct.unpack_from("<Q", view, _HEADER_AT + 24)[0] if length >= 32 else 0
     if not _HEADER_AT + length <= size <= nbytes:
-        raise FormatError(f"need a program that holds its header and ends inside {nbytes} bytes, found size {size}", offset=at + 8)
+        raise FormatError(
+            f"need a program that holds its header and ends inside {nbytes} bytes, found size {size}", offset=at + 8
+        )
     if base > nbytes or data > nbytes - base:
         raise FormatError(f"need segments inside {nbytes} bytes, found {data} bytes from {base:#x}", offset=at + 16)
     return _Header(size, base, data or None)
@@ -406,17 +450,23 @@ def _program_header(payload: Payload, start: int, nbytes: int) -> _Header:
 
 def _data_header(payload: Payload) -> _Header:
     view, nbytes = memoryview(payload), payload.nbytes
-    if nbytes < _HEADER_AT + 40 or view[_HEADER_AT:_HEADER_AT + 4] != _DATA_MAGIC:
+    if nbytes < _HEADER_AT + 40 or view[_HEADER_AT : _HEADER_AT + 4] != _DATA_MAGIC:
         raise FormatError("need an FH01 header of 40 bytes in a data file, found none", offset=_HEADER_AT)
     length, at, size, base, data = struct.unpack_from("<IQQQQ", view, _HEADER_AT + 4)
     if length < 40 or _HEADER_AT + length > nbytes:
-        raise FormatError(f"need an FH01 header of 40 bytes or more inside {nbytes} bytes, found length {length}",
-                          offset=_HEADER_AT + 4)
+        raise FormatError(
+            f"need an FH01 header of 40 bytes or more inside {nbytes} bytes, found length {length}",
+            offset=_HEADER_AT + 4,
+        )
     # The flatbuffer is read from byte 0, where its root offset is.
     if not _HEADER_AT + length <= at + size <= nbytes:
-        raise FormatError(f"need a flatbuffer that ends inside {nbytes} bytes, found {size} bytes at {at:#x}", offset=_HEADER_AT + 8)
+        raise FormatError(
+            f"need a flatbuffer that ends inside {nbytes} bytes, found {size} bytes at {at:#x}", offset=_HEADER_AT + 8
+        )
     if base > nbytes or data > nbytes - base:
-        raise FormatError(f"need segments inside {nbytes} bytes, found {data} bytes from {base:#x}", offset=_HEADER_AT + 24)
+        raise FormatError(
+            f"need segments inside {nbytes} bytes, found {data} bytes from {base:#x}", offset=_HEADER_AT + 24
+        )
     return _Header(at + size, base, data)
 
 
@@ -426,11 +476,15 @@ def _segments(payload: Payload, start: int, nbytes: int, root: Table, header: _H
     places = root.rows("segments", "offset", "size")
     for number, (offset, size) in enumerate(places):
         if offset + size > room:
-            raise FormatError(f"need a segment inside the {room} bytes of segment data, found {size} bytes at {offset:#x}",
-                              path=f"{root.kind}.segments[{number}]")
+            raise FormatError(
+                f"need a segment inside the {room} bytes of segment data, found {size} bytes at {offset:#x}",
+                path=f"{root.kind}.segments[{number}]",
+            )
         if size and base < header.flatbuffer_nbytes:
-            raise FormatError(f"need segments behind the flatbuffer's end at {header.flatbuffer_nbytes:#x}, "
-                              f"found them at {base:#x}", path=f"{root.kind}.segments[{number}]")
+            raise FormatError(
+                f"need segments behind the flatbuffer's end at {header.flatbuffer_nbytes:#x}, found them at {base:#x}",
+                path=f"{root.kind}.segments[{number}]",
+            )
     return Segments(payload, start + base, places)
 
 
@@ -442,8 +496,10 @@ def _named(root: Table, segments: Segments) -> NamedData:
         if key is None:
             raise FormatError("need a key, found none", path=f"{root.kind}.named_data[{number}]")
         if index >= count:
-            raise FormatError(f"need a segment from 0 to {count - 1}, found {index}",
-                              path=f"{root.kind}.named_data[{number}].segment_index")
+            raise FormatError(
+                f"need a segment from 0 to {count - 1}, found {index}",
+                path=f"{root.kind}.named_data[{number}].segment_index",
+            )
     more: dict[str, list[int]] = {}
     if len(known) != len(rows):
         for key, index in rows:
@@ -470,7 +526,9 @@ class DataFile:
         payload = Payload.open(source)
         magic = _magic(payload, 0, payload.nbytes)
         if magic != b"FT01":
-            raise FormatError(f"need a data file (FT01 at byte 4), {payload.name} is {NAMES.get(magic, 'something else')}", offset=4)
+            raise FormatError(
+                f"need a data file (FT01 at byte 4), {payload.name} is {NAMES.get(magic, 'something else')}", offset=4
+            )
         header = _data_header(payload)
         buffer = _verify_data(payload, header.flatbuffer_nbytes, limits)
         root = buffer.root
@@ -522,8 +580,13 @@ class ProgramFile:
         The methods, in the file's order.
     """
 
-    def __init__(self, source: Source | Payload, *, data: Iterable[Source | Payload | DataFile] = (),
-                 limits: Limits = DEFAULT_LIMITS) -> None:
+    def __init__(
+        self,
+        source: Source | Payload,
+        *,
+        data: DataArgument = (),
+        limits: Limits = DEFAULT_LIMITS,
+    ) -> None:
         payload = Payload.open(source)
         start, nbytes = 0, payload.nbytes
         magic = _magic(payload, start, nbytes)
@@ -531,8 +594,10 @@ class ProgramFile:
             start, nbytes = _bundled_program(payload, limits)
             magic = _magic(payload, start, nbytes)
         if magic != b"ET12":
-            raise FormatError(f"need a program (ET12 at byte 4), {payload.name} is {NAMES.get(magic, 'something else')}",
-                              offset=start + 4)
+            raise FormatError(
+                f"need a program (ET12 at byte 4), {payload.name} is {NAMES.get(magic, 'something else')}",
+                offset=start + 4,
+            )
         self.payload = payload
         self.offset = start
         self.limits = limits
@@ -544,8 +609,10 @@ class ProgramFile:
         self.data_files = data_files(data, limits)
         self.named_data = _named(root, self.segments).merged(file.named_data for file in self.data_files)
         self._constants = self._subsegment(root.get("constant_segment"), "Program.constant_segment")
-        self._mutable = [self._subsegment(table, f"Program.mutable_data_segments[{number}]")
-                         for number, table in enumerate(root.get("mutable_data_segments"))]
+        self._mutable = [
+            self._subsegment(table, f"Program.mutable_data_segments[{number}]")
+            for number, table in enumerate(root.get("mutable_data_segments"))
+        ]
 
     def _subsegment(self, table: Table | None, path: str) -> tuple[Blob, tuple[int, ...]] | None:
         if table is None:
@@ -555,22 +622,29 @@ class ProgramFile:
         if not offsets:
             return None
         if index >= len(self.segments):
-            raise FormatError(f"need a segment from 0 to {len(self.segments) - 1}, found {index}", path=f"{path}.segment_index")
+            raise FormatError(
+                f"need a segment from 0 to {len(self.segments) - 1}, found {index}", path=f"{path}.segment_index"
+            )
         segment = self.segments[index]
         for number, offset in enumerate(offsets):
             if offset > segment.nbytes:
-                raise FormatError(f"need an offset inside the segment's {segment.nbytes} bytes, found {offset:#x}",
-                                  path=f"{path}.offsets[{number}]")
+                raise FormatError(
+                    f"need an offset inside the segment's {segment.nbytes} bytes, found {offset:#x}",
+                    path=f"{path}.offsets[{number}]",
+                )
         return segment, offsets
 
     @cached_property
     def plans(self) -> tuple[Plan, ...]:
-        return tuple(self._plan(table, f"Program.execution_plan[{number}]")
-                     for number, table in enumerate(self.flatbuffer.root.get("execution_plan")))
+        return tuple(
+            self._plan(table, f"Program.execution_plan[{number}]")
+            for number, table in enumerate(self.flatbuffer.root.get("execution_plan"))
+        )
 
     def segment(self, index: int) -> memoryview:
         """The bytes of a segment."""
-        return self.segments[index].data
+        blob: Blob = self.segments[index]
+        return blob.data
 
     def named(self, key: str) -> memoryview:
         """The bytes of named data, from the program or its data files."""
@@ -581,8 +655,11 @@ class ProgramFile:
         names = [plan.name for plan in self.plans]
         if method is None:
             if len(names) != 1:
-                raise ArgumentError(f"need method=, one of {', '.join(map(repr, names))}" if names
-                                    else f"{self.payload.name} has no method")
+                raise ArgumentError(
+                    f"need method=, one of {', '.join(map(repr, names))}"
+                    if names
+                    else f"{self.payload.name} has no method"
+                )
             return self.plans[0]
         if names.count(method) != 1:
             raise ArgumentError(f"need a method of {', '.join(map(repr, names)) or 'none'}, found {method!r}")
@@ -599,8 +676,10 @@ class ProgramFile:
         elif self._constants is not None:
             segment, offsets = self._constants
             if not 0 < tensor.data_buffer_idx < len(offsets):
-                raise FormatError(f"need a constant from 1 to {len(offsets) - 1}, found {tensor.data_buffer_idx}",
-                                  path="Tensor.data_buffer_idx")
+                raise FormatError(
+                    f"need a constant from 1 to {len(offsets) - 1}, found {tensor.data_buffer_idx}",
+                    path="Tensor.data_buffer_idx",
+                )
             within = offsets[tensor.data_buffer_idx]
             room, offset = segment.nbytes - within, segment.offset + within
             blob = segment
@@ -608,14 +687,18 @@ class ProgramFile:
             root = self.flatbuffer.root
             count = root.count("constant_buffer")
             if not 0 < tensor.data_buffer_idx < count:
-                raise FormatError(f"need a constant from 1 to {count - 1}, found {tensor.data_buffer_idx}",
-                                  path="Tensor.data_buffer_idx")
+                raise FormatError(
+                    f"need a constant from 1 to {count - 1}, found {tensor.data_buffer_idx}",
+                    path="Tensor.data_buffer_idx",
+                )
             offset, room = root.item("constant_buffer", tensor.data_buffer_idx).span("storage") or (0, 0)
             blob = Blob(self.payload, offset, room)
         if tensor.storage_offset:
             raise FormatError(f"need a constant without storage_offset, found {tensor.storage_offset}")
         if need > room:
-            raise FormatError(f"need {need} bytes for a constant of sizes {list(tensor.sizes)}, found {room}", offset=offset)
+            raise FormatError(
+                f"need {need} bytes for a constant of sizes {list(tensor.sizes)}, found {room}", offset=offset
+            )
         return Blob(blob.payload, offset, need)
 
     def initial(self, tensor: Tensor) -> Blob | None:
@@ -625,40 +708,66 @@ class ProgramFile:
         arena, need = tensor.allocation[0], tensor.nbytes
         entry = self._mutable[arena] if arena < len(self._mutable) else None
         if entry is None or tensor.mutable_segment >= len(entry[1]):
-            raise FormatError(f"need content {tensor.mutable_segment} of arena {arena} in Program.mutable_data_segments")
+            raise FormatError(
+                f"need content {tensor.mutable_segment} of arena {arena} in Program.mutable_data_segments"
+            )
         segment, offsets = entry
         within = offsets[tensor.mutable_segment]
         if need > segment.nbytes - within:
-            raise FormatError(f"need {need} bytes for a tensor of sizes {list(tensor.sizes)}, found {segment.nbytes - within}",
-                              offset=segment.offset + within)
+            raise FormatError(
+                f"need {need} bytes for a tensor of sizes {list(tensor.sizes)}, found {segment.nbytes - within}",
+                offset=segment.offset + within,
+            )
         return Blob(segment.payload, segment.offset + within, need)
 
     def section(self, plan: Plan, index: int) -> Section:
         """The graph of a plan's delegate."""
         delegate = plan.delegates[index]
         if delegate.id != XNNPACK_BACKEND:
-            raise FormatError(f"need a delegate of {XNNPACK_BACKEND}, delegate {index} of method {plan.name!r} is of {delegate.id}")
-        return payload_section(delegate.blob, named=self.named_data, label=f"method {plan.name!r}, delegate {index}", container="pte")
+            raise FormatError(
+                f"need a delegate of {XNNPACK_BACKEND}, delegate {index} of method {plan.name!r} is of {delegate.id}"
+            )
+        return payload_section(
+            delegate.blob, named=self.named_data, label=f"method {plan.name!r}, delegate {index}", container="pte"
+        )
 
     def sections(self) -> list[Section]:
         """The graph of every XNNPACK delegate, method by method."""
-        return [self.section(plan, index) for plan in self.plans for index, delegate in enumerate(plan.delegates)
-                if delegate.id == XNNPACK_BACKEND]
+        return [
+            self.section(plan, index)
+            for plan in self.plans
+            for index, delegate in enumerate(plan.delegates)
+            if delegate.id == XNNPACK_BACKEND
+        ]
 
     # -- plans
 
     def _plan(self, table: Table, path: str) -> Plan:
         values = Values(table)
-        operators = tuple(Operator(name or "", overload or "") for name, overload in table.rows("operators", "name", "overload"))
-        delegates = tuple(self._delegate(each, f"{path}.delegates[{number}]") for number, each in enumerate(table.get("delegates")))
+        operators = tuple(
+            Operator(name or "", overload or "") for name, overload in table.rows("operators", "name", "overload")
+        )
+        delegates = tuple(
+            self._delegate(each, f"{path}.delegates[{number}]") for number, each in enumerate(table.get("delegates"))
+        )
         chains = tuple(
-            Chain(_indices(chain.get("inputs"), len(values), f"{path}.chains[{number}].inputs"),
-                  _indices(chain.get("outputs"), len(values), f"{path}.chains[{number}].outputs"),
-                  _instructions(chain, len(values), len(operators), len(delegates), f"{path}.chains[{number}]"))
-            for number, chain in enumerate(table.get("chains")))
-        return Plan(table.get("name") or "", values, _indices(table.get("inputs"), len(values), f"{path}.inputs"),
-                    _indices(table.get("outputs"), len(values), f"{path}.outputs"), chains, operators, delegates,
-                    table.get("non_const_buffer_sizes"))
+            Chain(
+                _indices(chain.get("inputs"), len(values), f"{path}.chains[{number}].inputs"),
+                _indices(chain.get("outputs"), len(values), f"{path}.chains[{number}].outputs"),
+                _instructions(chain, len(values), len(operators), len(delegates), f"{path}.chains[{number}]"),
+            )
+            for number, chain in enumerate(table.get("chains"))
+        )
+        return Plan(
+            table.get("name") or "",
+            values,
+            _indices(table.get("inputs"), len(values), f"{path}.inputs"),
+            _indices(table.get("outputs"), len(values), f"{path}.outputs"),
+            chains,
+            operators,
+            delegates,
+            table.get("non_const_buffer_sizes"),
+        )
 
     def _delegate(self, table: Table, path: str) -> Delegate:
         processed = table.get("processed")
@@ -707,18 +816,38 @@ def _instructions(chain: Table, values: int, operators: int, delegates: int, pat
             raise FormatError("need an instruction, found none", path=where)
         kind = call.kind
         if kind == "KernelCall":
-            made.append(KernelCall(_index(call.get("op_index"), operators, "operators", f"{where}.op_index"),
-                                   _indices(call.get("args"), values, f"{where}.args")))
+            made.append(
+                KernelCall(
+                    _index(call.get("op_index"), operators, "operators", f"{where}.op_index"),
+                    _indices(call.get("args"), values, f"{where}.args"),
+                )
+            )
         elif kind == "DelegateCall":
-            made.append(DelegateCall(_index(call.get("delegate_index"), delegates, "delegates", f"{where}.delegate_index"),
-                                     _indices(call.get("args"), values, f"{where}.args")))
+            made.append(
+                DelegateCall(
+                    _index(call.get("delegate_index"), delegates, "delegates", f"{where}.delegate_index"),
+                    _indices(call.get("args"), values, f"{where}.args"),
+                )
+            )
         elif kind == "MoveCall":
-            made.append(MoveCall(_index(call.get("move_from"), values, "values", f"{where}.move_from"),
-                                 _index(call.get("move_to"), values, "values", f"{where}.move_to")))
+            made.append(
+                MoveCall(
+                    _index(call.get("move_from"), values, "values", f"{where}.move_from"),
+                    _index(call.get("move_to"), values, "values", f"{where}.move_to"),
+                )
+            )
         elif kind == "JumpFalseCall":
-            made.append(JumpFalseCall(_index(call.get("cond_value_index"), values, "values", f"{where}.cond_value_index"),
-                                      _index(call.get("destination_instruction"), len(rows) + 1, "instructions",
-                                             f"{where}.destination_instruction")))
+            made.append(
+                JumpFalseCall(
+                    _index(call.get("cond_value_index"), values, "values", f"{where}.cond_value_index"),
+                    _index(
+                        call.get("destination_instruction"),
+                        len(rows) + 1,
+                        "instructions",
+                        f"{where}.destination_instruction",
+                    ),
+                )
+            )
         else:
             made.append(FreeCall(_index(call.get("value_index"), values, "values", f"{where}.value_index")))
     return tuple(made)
@@ -727,7 +856,7 @@ def _instructions(chain: Table, values: int, operators: int, delegates: int, pat
 def _magic(payload: Payload, start: int, nbytes: int) -> bytes:
     if nbytes < 8:
         raise FormatError(f"need 8 bytes or more, {payload.name} has {nbytes}", offset=start)
-    return bytes(memoryview(payload)[start + 4:start + 8])
+    return bytes(memoryview(payload)[start + 4 : start + 8])
 
 
 def _bundled_program(payload: Payload, limits: Limits) -> tuple[int, int]:
@@ -741,11 +870,10 @@ def _bundled_program(payload: Payload, limits: Limits) -> tuple[int, int]:
 # ---- any payload
 
 
-def data_files(data: Iterable[Source | Payload | DataFile] | Source | Payload | DataFile, limits: Limits = DEFAULT_LIMITS) -> tuple[DataFile, ...]:
-    """The data files named by a ``data=`` argument."""
-    if isinstance(data, (str, bytes, bytearray, memoryview, Payload, DataFile)) or hasattr(data, "__fspath__"):
-        data = (data,)  # type: ignore[assignment]
-    return tuple(each if isinstance(each, DataFile) else DataFile(each, limits=limits) for each in data)  # type: ignore[union-attr]
+def data_files(data: DataArgument, limits: Limits = DEFAULT_LIMITS) -> tuple[DataFile, ...]:
+    """The data files named by a ``data=`` argument: one source or several."""
+    several: Iterable[Source | Payload | DataFile] = data if isinstance(data, (list, tuple)) else (data,)
+    return tuple(each if isinstance(each, DataFile) else DataFile(each, limits=limits) for each in several)
 
 
 def sniff(payload: Payload) -> bytes:
@@ -754,13 +882,15 @@ def sniff(payload: Payload) -> bytes:
     return magic if magic in NAMES else b""
 
 
-def sections(payload: Payload, *, data: Iterable[Source | Payload | DataFile] = (), limits: Limits = DEFAULT_LIMITS) -> list[Section]:
+def sections(payload: Payload, *, data: DataArgument = (), limits: Limits = DEFAULT_LIMITS) -> list[Section]:
     """All graphs in a payload, in the file's order. What it is decides bytes 4..8, never its name."""
     magic = sniff(payload)
     if magic in (b"ET12", b"BP08"):
         return ProgramFile(payload, data=data, limits=limits).sections()
     if magic == b"FT01":
-        raise FormatError(f"{payload.name} is a data file (FT01): it holds named data and no graph; give it as data=[...]", offset=4)
+        raise FormatError(
+            f"{payload.name} is a data file (FT01): it holds named data and no graph; give it as data=[...]", offset=4
+        )
     files = data_files(data, limits)
     named = NamedData().merged(file.named_data for file in files) if files else None
     return [payload_section(Blob(payload, 0, payload.nbytes), named=named)]

@@ -54,18 +54,29 @@ def verify(section: Section, dialect: str | None = None, limits: Limits = DEFAUL
         chosen = DIALECTS[identifier.decode().lower()]
     elif len(identifier) == 4 and all(0x20 < byte < 0x7F for byte in identifier):
         # No seed file has text there: a vtable, a table or padding follows the root offset.
-        raise FormatError(f"need identifier XN00 or XN01, or none, found {identifier.decode()}", offset=section.offset + 4)
+        raise FormatError(
+            f"need identifier XN00 or XN01, or none, found {identifier.decode()}", offset=section.offset + 4
+        )
     else:
         chosen = DIALECTS["seed"]
     if chosen.key == "seed" and section.constants is not None:
         raise FormatError("need no XH00 header around the seed dialect, found one", offset=section.offset)
     try:
-        buffer = verify_flatbuffer(section.payload, section.offset, section.nbytes, chosen.key, closed=chosen.key == "seed",
-                                   max_depth=limits.max_depth, max_tables=limits.max_tables)
+        buffer = verify_flatbuffer(
+            section.payload,
+            section.offset,
+            section.nbytes,
+            chosen.key,
+            closed=chosen.key == "seed",
+            max_depth=limits.max_depth,
+            max_tables=limits.max_tables,
+        )
     except FormatError as error:
         if chosen.key != "seed" or dialect is not None:
             raise
-        told = FormatError(f"no identifier XN00 or XN01, so only the seed dialect is left, and that does not fit: {error}")
+        told = FormatError(
+            f"no identifier XN00 or XN01, so only the seed dialect is left, and that does not fit: {error}"
+        )
         told.offset, told.path = error.offset, error.path
         raise told from None
     return chosen, buffer

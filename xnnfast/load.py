@@ -6,7 +6,7 @@ silently: where there is a choice, the error lists it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from . import _reader
@@ -16,7 +16,6 @@ from .caps import DEFAULT_LIMITS, Limits
 from .containers import (
     XNNPACK_BACKEND,
     Blob,
-    DataFile,
     DelegateCall,
     FreeCall,
     KernelCall,
@@ -33,6 +32,7 @@ from .errors import ArgumentError, FormatError, GraphError, UnsupportedError
 if TYPE_CHECKING:
     from ._graph import Graph
     from ._payload import Source
+    from .containers import DataArgument
 
 __all__ = ["load", "load_all"]
 
@@ -40,9 +40,17 @@ _PROGRAMS = (b"ET12", b"BP08")
 _DATATYPES = {"float32": "fp32", "float16": "fp16", "int32": "int32"}
 
 
-def load(source: Source | Payload, *, dialect: str | None = None, copy: bool | None = None,
-         quantization: Mapping[int, tuple[float, int]] | None = None, delegate: int | None = None,
-         method: str | None = None, data: Iterable[Source | Payload | DataFile] = (), limits: Limits | None = None) -> Graph:
+def load(
+    source: Source | Payload,
+    *,
+    dialect: str | None = None,
+    copy: bool | None = None,
+    quantization: Mapping[int, tuple[float, int]] | None = None,
+    delegate: int | None = None,
+    method: str | None = None,
+    data: DataArgument = (),
+    limits: Limits | None = None,
+) -> Graph:
     """The graph in a file or buffer, verified and validated; its constants stay where they are.
 
     The graph keeps the file mapped, or the buffer exported, for as long as it or an array of its
@@ -63,7 +71,7 @@ def load(source: Source | Payload, *, dialect: str | None = None, copy: bool | N
         Which delegate of a ``.pte`` to take, as a graph by itself: its inputs and outputs stay in its own order.
     method : str, optional
         Which method of a ``.pte`` to take, if it has several.
-    data : iterable of path or buffer
+    data : path or buffer, or list of them
         Data files (``.ptd``) with constants that the file refers to by name.
     limits : Limits, optional
         Caps on what a file may ask for.
@@ -83,8 +91,11 @@ def load(source: Source | Payload, *, dialect: str | None = None, copy: bool | N
         if delegate is None:
             return _whole(program, plan, dialect, copy, quantization)
         if not 0 <= delegate < len(plan.delegates):
-            raise ArgumentError(f"need a delegate from 0 to {len(plan.delegates) - 1} of method {plan.name!r}, found {delegate}"
-                                if plan.delegates else f"method {plan.name!r} has no delegates, found delegate={delegate}")
+            raise ArgumentError(
+                f"need a delegate from 0 to {len(plan.delegates) - 1} of method {plan.name!r}, found {delegate}"
+                if plan.delegates
+                else f"method {plan.name!r} has no delegates, found delegate={delegate}"
+            )
         section = program.section(plan, delegate)
     else:
         for name, given in (("delegate", delegate), ("method", method)):
@@ -94,33 +105,50 @@ def load(source: Source | Payload, *, dialect: str | None = None, copy: bool | N
     return _reader.read(section, dialect, copy=copy, quantization=quantization, limits=limits).graph()
 
 
-def load_all(source: Source | Payload, *, dialect: str | None = None, copy: bool | None = None,
-             quantization: Mapping[int, tuple[float, int]] | None = None,
-             data: Iterable[Source | Payload | DataFile] = (), limits: Limits | None = None) -> list[Graph]:
-    """Every graph in a file or buffer, each by itself, in the file's order. The parameters are those of :func:`load`."""
+def load_all(
+    source: Source | Payload,
+    *,
+    dialect: str | None = None,
+    copy: bool | None = None,
+    quantization: Mapping[int, tuple[float, int]] | None = None,
+    data: DataArgument = (),
+    limits: Limits | None = None,
+) -> list[Graph]:
+    """Every graph in a file or buffer, each by itself, in the file's order; parameters as in :func:`load`."""
     limits = limits or DEFAULT_LIMITS
     payload = Payload.open(source)
-    return [_reader.read(section, dialect, copy=copy, quantization=quantization, limits=limits).graph()
-            for section in sections(payload, data=data, limits=limits)]
+    return [
+        _reader.read(section, dialect, copy=copy, quantization=quantization, limits=limits).graph()
+        for section in sections(payload, data=data, limits=limits)
+    ]
 
 
 # ---- a program that is one graph
 
 
-def _whole(program: ProgramFile, plan: Plan, dialect: str | None, copy: bool | None,
-           quantization: Mapping[int, tuple[float, int]] | None) -> Graph:
+def _whole(
+    program: ProgramFile,
+    plan: Plan,
+    dialect: str | None,
+    copy: bool | None,
+    quantization: Mapping[int, tuple[float, int]] | None,
+) -> Graph:
     """The graph of a method's only call, routed as the method routes it."""
     call, refusal = _only_call(plan)
     if call is None:
-        raise UnsupportedError(f"{program.payload.name}, method {plan.name!r}, is not one graph: {refusal}; {_contents(plan)}. "
-                               "xnnfast.Program runs it; load(..., delegate=k) or load_all() gives single graphs")
+        raise UnsupportedError(
+            f"{program.payload.name}, method {plan.name!r}, is not one graph: {refusal}; {_contents(plan)}. "
+            "xnnfast.Program runs it; load(..., delegate=k) or load_all() gives single graphs"
+        )
     section: Section = program.section(plan, call.delegate_index)
     decoded = _reader.read(section, dialect, copy=copy, quantization=quantization, limits=program.limits)
     try:
         _route(program, plan, call, decoded, copy)
     except _NotRouted as reason:
-        raise UnsupportedError(f"{program.payload.name}, method {plan.name!r}, is not one graph: {reason}; {_contents(plan)}. "
-                               "xnnfast.Program runs it; load(..., delegate=k) gives the graph by itself") from None
+        raise UnsupportedError(
+            f"{program.payload.name}, method {plan.name!r}, is not one graph: {reason}; {_contents(plan)}. "
+            "xnnfast.Program runs it; load(..., delegate=k) gives the graph by itself"
+        ) from None
     decoded.source = program.payload.name
     return decoded.graph()
 
@@ -170,12 +198,14 @@ def _route(program: ProgramFile, plan: Plan, call: DelegateCall, decoded: _reade
     args = call.args
     externals = {*decoded.inputs, *decoded.outputs}
     if len(externals) != len(args):
-        raise GraphError(f"delegate {call.delegate_index} has {len(externals)} external values, its call has {len(args)} "
-                         "arguments: need as many")
+        raise GraphError(
+            f"delegate {call.delegate_index} has {len(externals)} external values, its call has {len(args)} "
+            "arguments: need as many"
+        )
     inputs: dict[int, Value] = {}
     outputs: dict[int, Value] = {}
     for value in decoded.inputs:
-        index = args[value.external_id]
+        index = args[_external(value)]
         tensor = _tensor(plan, index, value)
         if tensor.is_constant and index not in plan.inputs:
             constant = _constant(program, tensor, value, copy)
@@ -187,7 +217,7 @@ def _route(program: ProgramFile, plan: Plan, call: DelegateCall, decoded: _reade
         else:
             inputs[index] = value
     for value in decoded.outputs:
-        index = args[value.external_id]
+        index = args[_external(value)]
         _tensor(plan, index, value)
         if index in outputs:
             raise _NotRouted(f"value {index} of the program is two outputs of the delegate")
@@ -212,14 +242,25 @@ def _route(program: ProgramFile, plan: Plan, call: DelegateCall, decoded: _reade
     decoded.outputs = [outputs[index] for index in plan.outputs]
 
 
+def _external(value: Value) -> int:
+    assert value.external_id is not None, "inputs and outputs have one"
+    return value.external_id
+
+
 def _unused(plan: Plan, place: int, index: int, decoded: _reader.Decoded) -> Value:
     """An input for something that the program takes and its delegate doesn't."""
     tensor = plan.values[index]
     datatype = _DATATYPES.get(str(tensor.dtype)) if isinstance(tensor, Tensor) else None
     if datatype is None:
         raise _NotRouted(f"input {place} of the program is no input of the delegate, and of a type that no graph has")
-    made = Value(max((value.id for value in decoded.values), default=-1) + 1, datatype, tensor.shape, is_input=True,
-                 external_id=max((value.external_id for value in decoded.values if value.external_id is not None), default=-1) + 1)
+    made = Value(
+        max((value.id for value in decoded.values), default=-1) + 1,
+        datatype,
+        tensor.shape,
+        is_input=True,
+        external_id=max((value.external_id for value in decoded.values if value.external_id is not None), default=-1)
+        + 1,
+    )
     decoded.values.append(made)
     return made
 
@@ -231,14 +272,20 @@ def _tensor(plan: Plan, index: int, value: Value) -> Tensor:
         raise FormatError(f"need a tensor as value {index} of method {plan.name!r}, found {plan.values.kind(index)}")
     # A scalar of the program is stored as one element of rank 1.
     if tensor.shape != value.shape and not (not tensor.sizes and value.shape == (1,)):
-        raise GraphError(f"value {index} of method {plan.name!r} is {list(tensor.shape)} in memory, value {value.id} of the "
-                         f"delegate is declared {list(value.shape)}: need the same", value=value.id)
+        raise GraphError(
+            f"value {index} of method {plan.name!r} is {list(tensor.shape)} in memory, value {value.id} of the "
+            f"delegate is declared {list(value.shape)}: need the same",
+            value=value.id,
+        )
     return tensor
 
 
 def _constant(program: ProgramFile, tensor: Tensor, value: Value, copy: bool | None) -> object:
     blob: Blob = program.constant(tensor)
     if tensor.dtype.itemsize * 8 != _reader.bits_of(value.datatype):
-        raise GraphError(f"a constant of {tensor.dtype} in the program is value {value.id} of the delegate, declared "
-                         f"{value.datatype}", value=value.id)
+        raise GraphError(
+            f"a constant of {tensor.dtype} in the program is value {value.id} of the delegate, declared "
+            f"{value.datatype}",
+            value=value.id,
+        )
     return _reader.constant_at(blob.payload, blob.offset, blob.nbytes, tensor.data_buffer_idx, copy=copy)

@@ -19,7 +19,7 @@ from .datatypes import DATATYPES, nbytes
 from .errors import GraphError, LimitError
 from .ops import check_op
 from .ops._rules import MAX_RANK, text
-from .quantization import PerBlock, PerChannel, PerTensor, PerToken
+from .quantization import PerBlock, PerChannel, PerTensor, PerToken, bf16_to_f32
 
 if TYPE_CHECKING:
     from ._graph import Graph, Node, Value
@@ -61,8 +61,10 @@ def validate(graph: Graph, limits: Limits | None = None) -> tuple[list[Node], li
         if value.constant is None:
             workspace += need
     if workspace > limits.max_workspace:
-        raise LimitError(f"the values of the graph take {workspace} bytes by their declared shapes, above the cap of "
-                         f"{limits.max_workspace}; max_workspace of Limits raises it")
+        raise LimitError(
+            f"the values of the graph take {workspace} bytes by their declared shapes, above the cap of "
+            f"{limits.max_workspace}; max_workspace of Limits raises it"
+        )
     _externals(graph, external)
     nodes = list(graph.nodes) if screen_nodes(graph) else _ordered(graph)
     nodes, agree, failed = check_nodes(graph, nodes, check_op)
@@ -71,8 +73,11 @@ def validate(graph: Graph, limits: Limits | None = None) -> tuple[list[Node], li
         raise GraphError(f"{node.where}: {refusal}", node=node.index)
     if not agree:
         shapes.check_declared(_Ordered(graph, nodes))
-    notes = [f"value {value.id} is declared {text(value.shape)}, without any element" for value in doubtful
-             if 0 in value.shape]
+    notes = [
+        f"value {value.id} is declared {text(value.shape)}, without any element"
+        for value in doubtful
+        if 0 in value.shape
+    ]
     dead, live = dead_nodes(graph, nodes)
     notes += [f"{node.where} leads to no output and is left out" for node in dead]
     notes += [f"input value {value.id} is not used" for value in graph.inputs if value.id not in live]
@@ -119,7 +124,10 @@ def check_value(value: Value) -> int:
         if entry.name == "qdint8":
             raise _fault(value, "qdint8 is computed at run time and can't be constant")
         if constant.nbytes < need:
-            raise _fault(value, f"need {need} bytes for {text(shape)} {entry.name}, constant {constant.index} has {constant.nbytes}")
+            raise _fault(
+                value,
+                f"need {need} bytes for {text(shape)} {entry.name}, constant {constant.index} has {constant.nbytes}",
+            )
     elif entry.bits < 8:
         raise _fault(value, f"{entry.name} must be constant")
     if value.is_input or value.is_output:
@@ -152,21 +160,30 @@ def _check_quantization(value: Value) -> None:
         raise _fault(value, f"{entry.name} needs no quantization parameters, found {type(quantization).__name__}")
     if type(quantization) is not _KINDS[entry.quantization]:
         found = "none" if quantization is None else type(quantization).__name__
-        raise _fault(value, f"{entry.name} needs quantization parameters {_KINDS[entry.quantization].__name__}, found {found}")
+        raise _fault(
+            value, f"{entry.name} needs quantization parameters {_KINDS[entry.quantization].__name__}, found {found}"
+        )
     shape = value.shape
     if isinstance(quantization, PerTensor):
         if not _TINY <= quantization.scale < float("inf"):
             raise _fault(value, f"need a finite, normal and positive scale, found {quantization.scale!r}")
         low, high = (0, 0) if entry.name == "qint32" else (entry.low, entry.high)
         if not low <= quantization.zero_point <= high:
-            raise _fault(value, f"need a zero point from {low} to {high} for {entry.name}, found {quantization.zero_point}")
+            raise _fault(
+                value, f"need a zero point from {low} to {high} for {entry.name}, found {quantization.zero_point}"
+            )
         return
     if isinstance(quantization, PerToken):
         if not 0 < quantization.num_nonbatch_dims <= len(shape):
-            raise _fault(value, f"need num_nonbatch_dims from 1 to {len(shape)}, found {quantization.num_nonbatch_dims}")
+            raise _fault(
+                value, f"need num_nonbatch_dims from 1 to {len(shape)}, found {quantization.num_nonbatch_dims}"
+            )
         return
     if entry.bits < 8 and shape and shape[-1] % 2:
-        raise _fault(value, f"need an even last dimension for {entry.name}, found {shape[-1]}: this XNNPACK misreads odd rows")
+        raise _fault(
+            value, f"need an even last dimension for {entry.name}, found {shape[-1]}: this XNNPACK misreads odd rows"
+        )
+    assert isinstance(quantization, (PerChannel, PerBlock))
     axis = quantization.axis
     if not 0 <= axis < len(shape):
         raise _fault(value, f"need a channel axis from 0 to {len(shape) - 1}, found {axis}")
@@ -176,7 +193,9 @@ def _check_quantization(value: Value) -> None:
     else:
         size = quantization.block_size
         if len(shape) != 2 or axis != 0:
-            raise _fault(value, f"{entry.name} needs rank 2 and channel axis 0, found rank {len(shape)} and axis {axis}")
+            raise _fault(
+                value, f"{entry.name} needs rank 2 and channel axis 0, found rank {len(shape)} and axis {axis}"
+            )
         if size < 32 or size % 32 or shape[1] % size:
             raise _fault(value, f"need a group size that is a multiple of 32 and divides {shape[1]}, found {size}")
         need = shape[0] * (shape[1] // size)
@@ -184,7 +203,10 @@ def _check_quantization(value: Value) -> None:
     if len(quantization.scales) != need:
         raise _fault(value, f"need {need} scales for {text(shape)} along axis {axis}, found {len(quantization.scales)}")
     if bad >= 0:
-        raise _fault(value, f"need finite, normal and positive scales, found {quantization.scales[bad]!r} at index {bad}")
+        real = (
+            quantization.scales[bad] if isinstance(quantization, PerChannel) else bf16_to_f32(quantization.scales[bad])
+        )
+        raise _fault(value, f"need finite, normal and positive scales, found {float(real):g} at index {bad}")
 
 
 def bad_scale(scales: np.ndarray[Any, Any]) -> int:
@@ -204,6 +226,8 @@ def _externals(graph: Graph, external: Iterable[Value]) -> None:
     seen: dict[int, Value] = {}
     inputs, outputs = set(), set()
     for value in external:
+        if value.external_id is None:
+            continue
         other = seen.setdefault(value.external_id, value)
         if other is not value:
             raise _fault(value, f"external id {value.external_id} already names value {other.id}")
@@ -218,8 +242,11 @@ def _externals(graph: Graph, external: Iterable[Value]) -> None:
             raise GraphError(f"value {twice} is listed twice among the {name}s", value=twice)
         if set(listed) != flagged:
             id = min(set(listed) ^ flagged)
-            raise GraphError(f"value {id} is {'listed among' if id in listed else 'missing from'} the {name}s, but is "
-                             f"{'flagged' if id in flagged else 'not flagged'} as external {name}", value=id)
+            raise GraphError(
+                f"value {id} is {'listed among' if id in listed else 'missing from'} the {name}s, but is "
+                f"{'flagged' if id in flagged else 'not flagged'} as external {name}",
+                value=id,
+            )
 
 
 # ---- topology
@@ -231,23 +258,36 @@ def _producers(graph: Graph) -> dict[int, Node]:
     for node in graph.nodes:
         op = node.op
         if len(node.inputs) != len(op.inputs) or len(node.outputs) != len(op.outputs):
-            raise GraphError(f"{node.where} has {len(node.inputs)} inputs and {len(node.outputs)} outputs, need "
-                             f"{len(op.inputs)} and {len(op.outputs)}", node=node.index)
+            raise GraphError(
+                f"{node.where} has {len(node.inputs)} inputs and {len(node.outputs)} outputs, need "
+                f"{len(op.inputs)} and {len(op.outputs)}",
+                node=node.index,
+            )
         for name, id in zip(node.op.outputs, node.outputs):
             if not graph.has_value(id):
                 raise GraphError(f"{node.where}: {name} is {id}, and no value has that id", node=node.index, value=id)
             value = graph.value(id)
             if value.constant is not None or value.is_input:
-                raise GraphError(f"{node.where}: {name} is value {id}, {'a constant' if value.constant is not None else 'an external input'}, "
-                                 "which no node may write", node=node.index, value=id)
+                what = "a constant" if value.constant is not None else "an external input"
+                raise GraphError(
+                    f"{node.where}: {name} is value {id}, {what}, which no node may write",
+                    node=node.index,
+                    value=id,
+                )
             other = producers.setdefault(id, node)
             if other is not node:
-                raise GraphError(f"{node.where}: {name} is value {id}, which {other.where} writes too", node=node.index, value=id)
+                raise GraphError(
+                    f"{node.where}: {name} is value {id}, which {other.where} writes too", node=node.index, value=id
+                )
         if len(set(node.outputs)) != len(node.outputs):
-            raise GraphError(f"{node.where} writes value {node.outputs[0]} twice", node=node.index, value=node.outputs[0])
-        for name, id in zip(node.op.inputs, node.inputs):
-            if id is not None and not graph.has_value(id):
-                raise GraphError(f"{node.where}: {name} is {id}, and no value has that id", node=node.index, value=id)
+            raise GraphError(
+                f"{node.where} writes value {node.outputs[0]} twice", node=node.index, value=node.outputs[0]
+            )
+        for name, input in zip(node.op.inputs, node.inputs):
+            if input is not None and not graph.has_value(input):
+                raise GraphError(
+                    f"{node.where}: {name} is {input}, and no value has that id", node=node.index, value=input
+                )
     return producers
 
 
@@ -264,8 +304,12 @@ def _sorted(graph: Graph, producers: Mapping[int, Node]) -> list[Node]:
             if id not in producers:
                 value = graph.value(id)
                 if value.constant is None and not value.is_input:
-                    raise GraphError(f"{node.where}: {name} is value {id}, which is neither constant nor external input "
-                                     "and written by no node", node=node.index, value=id)
+                    raise GraphError(
+                        f"{node.where}: {name} is value {id}, which is neither constant nor external input "
+                        "and written by no node",
+                        node=node.index,
+                        value=id,
+                    )
                 done.add(id)
                 continue
             count += 1
@@ -281,7 +325,9 @@ def _sorted(graph: Graph, producers: Mapping[int, Node]) -> list[Node]:
 def _topological(nodes: Iterable[Node], producers: Mapping[int, Node]) -> list[Node]:
     nodes = tuple(nodes)
     place = {id(node): position for position, node in enumerate(nodes)}
-    needs = [{place[id(producers[each])] for each in node.inputs if each in producers} for node in nodes]
+    needs = [
+        {place[id(producers[each])] for each in node.inputs if each is not None and each in producers} for node in nodes
+    ]
     users: list[list[int]] = [[] for _ in nodes]
     for position, needed in enumerate(needs):
         for each in needed:
@@ -305,5 +351,7 @@ def _topological(nodes: Iterable[Node], producers: Mapping[int, Node]) -> list[N
     while position not in path:
         path.append(position)
         position = min(each for each in needs[position] if missing[each])
-    cycle = [nodes[each] for each in reversed(path[path.index(position):])]
-    raise GraphError(f"nodes in a cycle, each needs the one before: {', '.join(node.where for node in cycle)}", node=cycle[0].index)
+    cycle = [nodes[each] for each in reversed(path[path.index(position) :])]
+    raise GraphError(
+        f"nodes in a cycle, each needs the one before: {', '.join(node.where for node in cycle)}", node=cycle[0].index
+    )
