@@ -179,6 +179,7 @@ W = (4, 3, 3, 2)
     ((1, 5, 6, 2), W, {"stride": (2, 2)}, SAME, (1, 3, 3, 4)),
     ((1, 2, 2, 2), W, {"padding": (1, 0, 0, 1)}, 0, (1, 1, 1, 4)),
     ((0, 5, 6, 2), W, {}, 0, (0, 3, 4, 4)),
+    ((1, 4, 5, 2), (4, 1, 1, 2), {"kernel": (1, 1), "stride": (2, 2)}, SAME, (1, 2, 3, 4)),
     # Padding alone in a window is no fault of a convolution: it gives the bias.
     ((1, 1, 1, 2), (4, 1, 1, 2), {"kernel": (1, 1), "padding": (2, 2, 2, 2)}, 0, (1, 5, 5, 4)),
 ])
@@ -207,7 +208,8 @@ def test_conv2d(x, weights, changes, flags, out):
     ((1, 5, 6, 2), W, {"dilation": (2**31, 1)}, 0, "dilation_height is 2147483648"),
     ((1, 5, 6, 2), W, {"padding": (1, 0, 0, 0)}, SAME, "SAME padding (flag 0x4) needs both 0"),
     ((1, 0, 6, 2), W, {}, 0, "the input is 0 high, need 1 or more"),
-    ((1, 4, 4, 2), (4, 1, 1, 2), {"kernel": (1, 1), "stride": (2, 2)}, SAME, "leaves 1 behind the last window of 1"),
+    ((1, 4, 4, 2), (4, 1, 2, 2), {"kernel": (1, 2), "stride": (2, 1)}, SAME, "leaves 1 behind the last window of 1"),
+    ((1, 5, 5, 2), (4, 1, 1, 2), {"kernel": (1, 1), "padding": (0, 0, 0, 1)}, SAME, "needs both 0"),
 ])
 def test_conv2d_refuses(x, weights, changes, flags, part):
     assert part in refusal("conv2d", x, weights, (4,), flags=flags, **conv(**changes))
@@ -289,12 +291,12 @@ def test_a_dilated_window_may_not_step_over_the_input():
 
 
 def test_average_pooling_refuses_windows_over_both_paddings():
-    assert shape("average_pooling2d", (1, 4, 9, 1), **pool((2, 2, 2, 2), (5, 5))) == (1, 4, 9, 1)
-    assert "both top and bottom padding" in refusal("average_pooling2d", (1, 3, 9, 1), **pool((2, 2, 2, 2), (5, 5)))
-    assert "both top and bottom padding" in refusal("average_pooling2d", (1, 3, 9, 1), flags=SAME, **pool(window=(5,
-        5)))
-    # Only the rows matter.
-    assert shape("average_pooling2d", (1, 9, 3, 1), **pool((2, 2, 2, 2), (5, 5))) == (1, 9, 3, 1)
+    assert "both top and bottom padding" in refusal("average_pooling2d", (1, 4, 9, 1), **pool((3, 3, 3, 3), (6, 6)))
+    assert "both top and bottom padding" in refusal("average_pooling2d", (1, 2, 9, 1), **pool((0, 0, 3, 0), (4, 4)))
+    # Rows that all cover the whole input are alike, and columns don't matter.
+    assert shape("average_pooling2d", (1, 3, 9, 1), **pool((2, 2, 2, 2), (5, 5))) == (1, 3, 9, 1)
+    assert shape("average_pooling2d", (1, 3, 9, 1), flags=SAME, **pool(window=(5, 5))) == (1, 3, 9, 1)
+    assert shape("average_pooling2d", (1, 9, 4, 1), **pool((3, 3, 3, 3), (6, 6))) == (1, 10, 5, 1)
 
 
 def test_pools_of_common_networks_pass():
@@ -328,6 +330,8 @@ def test_max_pooling2d_refuses(changes, part):
 def test_dilated_max_pooling_refuses_what_xnnpack_gets_wrong(x, changes):
     assert "pad with static_constant_pad instead" in refusal("max_pooling2d", x, **pool(**changes))
     shape("max_pooling2d", (1, 20, 20, 1), **pool(**{**changes, "padding": (0, 0, 0, 0)}))
+    # Dilation along one axis, padding as usual along the other.
+    assert shape("max_pooling2d", (1, 9, 9, 1), **pool((1, 1, 1, 1), (3, 3), dilation=(2, 1))) == (1, 7, 9, 1)
 
 
 def test_argmax_pooling2d():
@@ -397,7 +401,9 @@ def test_same_padding_covers_the_input(size, kernel, stride, dilation):
     total = (out - 1) * stride + extent - size
     attrs = conv(kernel=(kernel, 1), stride=(stride, 1), dilation=(dilation, 1))
     ins = (1, size, 1, 2), (4, kernel, 1, 2)
-    if total >= 0:
+    if kernel == 1:
+        assert shape("conv2d", *ins, flags=SAME, **attrs) == (1, out, 1, 4)
+    elif total >= 0:
         assert shape("conv2d", *ins, flags=SAME, **attrs) == (1, out, 1, 4)
         explicit = conv((total // 2, 0, total - total // 2, 0), (kernel, 1), (stride, 1), (dilation, 1))
         assert shape("conv2d", *ins, **explicit) == (1, out, 1, 4)

@@ -58,10 +58,18 @@ def _grouped(node: Any, ins: Shapes) -> int:
     return groups * each_out
 
 
+def _same_padding(node: Any) -> int:
+    attrs = node.attrs
+    if attrs["kernel_height"] == attrs["kernel_width"] == 1 and not any(attrs[side] for side in PADDING.split()):
+        # XNNPACK takes the flag away from such a convolution; otherwise a stride would make it wrong.
+        return 0
+    return node.flags & SAME_PADDING
+
+
 def conv2d_shape(node: Any, ins: Shapes) -> list[Shape]:
     channels = _grouped(node, ins)
     n, height, width, _ = ins[0]
-    same_padding = node.flags & SAME_PADDING
+    same_padding = _same_padding(node)
     return [(n, HEIGHT.window(node.attrs, height, same_padding).out,
              WIDTH.window(node.attrs, width, same_padding).out, channels)]
 
@@ -80,7 +88,7 @@ def depthwise_shape(node: Any, ins: Shapes) -> list[Shape]:
         (channels, "groups"), outputs,
     )
     n, height, width, _ = ins[0]
-    same_padding = node.flags & SAME_PADDING
+    same_padding = _same_padding(node)
     return [(n, HEIGHT.window(attrs, height, same_padding).out,
              WIDTH.window(attrs, width, same_padding).out, outputs)]
 

@@ -56,12 +56,26 @@ def _larger_than_one(attrs: Any) -> None:
 
 def average_shape(node: Any, ins: Shapes) -> list[Shape]:
     vertical, horizontal = _windows(node, ins, AVERAGE)
-    # XNNPACK keeps pointers to the rows of the windows that reach into the padding, top and bottom, and
-    # one row between. Windows that reach into both make it mix up these rows.
-    top, bottom = (-(-padding // vertical.stride) for padding in (vertical.before, vertical.after))
-    if vertical.out - bottom < min(top, vertical.out - 1):
+    if _mixes_rows(vertical):
         raise Refusal(f"{ENGINE} mixes up the rows of windows that reach into both top and bottom padding: {vertical}")
     return [_pooled(ins[0], vertical, horizontal)]
+
+
+def _mixes_rows(window: Window) -> bool:
+    """Whether average pooling takes one row of windows for another.
+
+    XNNPACK keeps pointers for the rows that reach into the padding at the top, for those at the bottom
+    and for one row between, and counts on the first two not to overlap.
+    """
+    _, size, out, before, after, kernel, stride, _ = window
+    top, bottom = -(-before // stride), -(-after // stride)
+    if bottom > out:
+        # The first row of the bottom becomes a huge number: all rows are taken for those of the top.
+        return out - 1 > top
+    if out - bottom >= min(top, out - 1):
+        return False
+    # Which row it is does not matter where each covers the whole input.
+    return kernel - before < size or (out - 1) * stride > before
 
 
 def maximum_shape(node: Any, ins: Shapes) -> list[Shape]:
@@ -79,22 +93,34 @@ def _check_dilated(window: Window) -> None:
     """XNNPACK puts a tap of the same window in place of one in the padding.
 
     With dilation it takes number ``before // dilation`` or the next one, without looking whether the
-    window has so many taps and whether that one is inside the input. Without horizontal dilation
-    windows side by side share taps, also the substitutes, which fit only one of them.
+    window has so many taps and whether that one is inside the input.
     """
     _, size, out, before, _, kernel, stride, dilation = window
-    skipped, rest = divmod(before, dilation)
-    reach = (kernel - 1) * dilation
-    first_whole = min(out, -(-before // stride))
-    last_whole = (size - 1 - reach + before) // stride
-    outside = (*range(first_whole), *range(max(first_whole, last_whole + 1), out))
-    wrong = outside and window.axis is MAXIMUM[1] and dilation == 1 and stride < kernel
-    for number in outside:
-        tap = skipped + (number * stride < rest)
-        wrong = wrong or tap >= kernel or number * stride - before + tap * dilation >= size
+    if window.axis is MAXIMUM[1] and dilation == 1 and stride < kernel:
+        wrong = _shares_substitutes(window)
+    else:
+        skipped, rest = divmod(before, dilation)
+        reach = (kernel - 1) * dilation
+        first_whole = min(out, -(-before // stride))
+        last_whole = (size - 1 - reach + before) // stride
+        wrong = False
+        for number in (*range(first_whole), *range(max(first_whole, last_whole + 1), out)):
+            tap = skipped + (number * stride < rest)
+            wrong = wrong or tap >= kernel or number * stride - before + tap * dilation >= size
     if wrong:
         raise Refusal(f"{ENGINE} takes elements from outside a window for its padding when there is dilation: "
                       f"{window}; pad with static_constant_pad instead")
+
+
+def _shares_substitutes(window: Window) -> bool:
+    """Whether windows side by side, which share their columns, share a substitute that fits only one of them."""
+    _, size, out, before, _, kernel, stride, _ = window
+    for column in (*range(before), *range(before + size, (out - 1) * stride + kernel)):
+        first, last = max(0, -(-(column - kernel + 1) // stride)), min(out - 1, column // stride)
+        # The last window to write has its say: the substitute is at last * stride.
+        if first <= last and last * stride > min(size - 1, first * stride - before + kernel - 1):
+            return True
+    return False
 
 
 def argmax_shape(node: Any, ins: Shapes) -> list[Shape]:
