@@ -48,6 +48,9 @@ class Lowered:
     broadcasts : tuple of (int, int, int)
         Operand, operand and output ids of every binary node: where a change of broadcasting makes the
         engine's in-place plan stale.
+    pinned : tuple of int
+        Inputs of dynamically quantized convolutions. The engine keeps a buffer per image for them, and when
+        it is given another number of images it frees as many as the new number: some twice, or never.
     dropped : tuple of int
         Indices of the nodes that lead to no output.
     batching : Batching or None
@@ -66,6 +69,7 @@ class Lowered:
         self.outputs: tuple[int, ...] = ()
         self.scratch: tuple[int, ...] = ()
         self.broadcasts: tuple[tuple[int, int, int], ...] = ()
+        self.pinned: tuple[int, ...] = ()
         self.dropped: tuple[int, ...] = ()
         self.batching: Batching | None = None
         self.batch_error: GraphError | None = None
@@ -141,6 +145,11 @@ def _finish(result: Lowered) -> Lowered:
         for node in result.nodes
         if len(node.inputs) == 2 and node.op.call == "xnn_define_binary"
     )
+    result.pinned = tuple(
+        node.inputs[0]
+        for node in result.nodes
+        if node.op.name in ("conv2d", "conv_transpose2d") and result.value(node.inputs[0]).datatype == "qdint8"
+    )
     used = {id for node in result.nodes for id in (*node.inputs, *node.outputs) if id is not None}
     used.update(result.inputs, result.outputs)
     result.values = {id: value for id, value in result.values.items() if id in used}
@@ -204,8 +213,8 @@ def _divide_bias(result: Lowered, node: Node) -> Node:
     if far.any():
         channel = int(far.argmax())
         raise GraphError(
-            f"{node.where}: bias {wanted[channel]:g} of output channel {channel} is no float32 any more when divided by the "
-            f"filter's scale {result.value(weights).quantization.scales[channel]:g}, as XNNPACK needs it",
+            f"{node.where}: bias {wanted[channel]:g} of output channel {channel} is no float32 any more when divided by "
+            f"the filter's scale {result.value(weights).quantization.scales[channel]:g}, as XNNPACK needs it",
             node=node.index,
             value=bias,
         )

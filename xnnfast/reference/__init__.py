@@ -113,7 +113,9 @@ def _steps(graph: Any, inputs: tuple[Any, ...], results: dict[int, Operand]) -> 
         outs = [graph.value(number) for number in node.outputs]
         expected = [shapes[number] for number in node.outputs]
         if all(0 in shape for shape in expected):
-            made: list[Any] = [np.zeros(shape, value.dtype) for shape, value in zip(expected, outs)]
+            # Of argmax pooling the second result is the index.
+            dtypes = [value.dtype for value in outs[:1]] + [np.dtype(np.uint32) for _ in outs[1:]]
+            made: list[Any] = [np.zeros(shape, dtype) for shape, dtype in zip(expected, dtypes)]
         else:
             # Overflow, division by zero and NaN are results like others.
             with np.errstate(all="ignore"):
