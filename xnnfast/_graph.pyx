@@ -55,6 +55,11 @@ cdef class Constant:
         return self._data
 
     @property
+    def owner(self):
+        """The payload the bytes came from, whether in place or copied; None for bytes made in memory."""
+        return self._owner
+
+    @property
     def in_place(self):
         return self.reason is None
 

@@ -14,6 +14,8 @@ cdef class Payload:
     # The source may change under us: its bytes can't be trusted to stay what they were when read.
     cdef readonly bint writable
     cdef readonly bint mapped
+    # What the mapped file was when it was opened: (device, inode, size, mtime_ns, ctime_ns), else None.
+    cdef readonly tuple identity
     # Keeps data valid when the bytes come from a Python object, which is held too: the collector
     # follows attributes that are objects, and a type without any is not followed at all.
     cdef Py_buffer source

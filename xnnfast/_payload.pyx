@@ -256,6 +256,7 @@ cdef Payload _open_path(object path):
         os.close(fd)
     self.data = <const unsigned char*> memory
     self.mapped = True
+    self.identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
     self.name = os.fsdecode(path)
     # The rest of the last page is mapped too, and reads as zero.
     self.readable = (self.nbytes + PAGE - 1) // PAGE * PAGE

@@ -16,6 +16,8 @@ cdef struct PackedEntry:
     size_t size
     void* data
     bint looked_up
+    # Whether data was allocated for this entry; otherwise it lies in a mapped cache file.
+    bint owned
 
 
 cdef struct PackedState:
@@ -28,14 +30,18 @@ cdef struct PackedState:
     bint looked_up, broken, replaying
     void* reserved
     size_t reserved_size
-    size_t hits, misses
+    size_t hits, misses, mapped
 
 
 cdef class PackedWeights:
     cdef xnn_weights_cache_provider provider
     cdef PackedState state
     cdef readonly object lock
+    # The mapped cache file that entries point into.
+    cdef object file
     cdef object __weakref__
+    cdef int attach(self, object payload, list entries, list addresses) except -1
+    cdef list export(self)
     cdef void begin(self) noexcept nogil
     cdef bint end(self) noexcept nogil
 

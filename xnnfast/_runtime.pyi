@@ -1,3 +1,4 @@
+import os
 from collections.abc import Sequence
 from typing import Any, SupportsIndex, final
 
@@ -5,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ._graph import Graph, Value
+from .weights_cache import WeightsCache
 
 def empty(shape: SupportsIndex | Sequence[SupportsIndex], dtype: str | npt.DTypeLike = "fp32") -> npt.NDArray[Any]: ...
 def isa() -> list[str]: ...
@@ -16,8 +18,15 @@ class Runtime:
     threads: int
     check_finite: bool
     staged: int
+    weights_cache: str
     def __init__(
-        self, graph: Graph, *, threads: int = 1, check_finite: bool = False, low_memory: bool = False
+        self,
+        graph: Graph,
+        *,
+        threads: int = 1,
+        check_finite: bool = False,
+        low_memory: bool = False,
+        weights_cache: bool | str | os.PathLike[str] | WeightsCache | None = None,
     ) -> None: ...
     def run(self, *inputs: Any, out: Sequence[npt.NDArray[Any]] | None = None) -> tuple[npt.NDArray[Any], ...]: ...
     def profile(self, *inputs: Any, rounds: int = 10) -> list[tuple[int, str, float]]: ...

@@ -7,7 +7,8 @@ place, and the runtime made of it is reshaped, set up and invoked with the GIL r
 
 cimport cython
 cimport numpy as cnp
-from cpython.buffer cimport PyBUF_SIMPLE
+from cpython.buffer cimport PyBUF_READ
+from cpython.memoryview cimport PyMemoryView_FromMemory
 from libc.stdint cimport int8_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t, SIZE_MAX
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcmp, memcpy, memset
@@ -229,7 +230,8 @@ cdef class PackedWeights:
         cdef size_t i
         if self.state.entries != NULL:
             for i in range(self.state.count):
-                free(self.state.entries[i].data)
+                if self.state.entries[i].owned:
+                    free(self.state.entries[i].data)
             free(self.state.entries)
         free(self.state.reserved)
 
@@ -237,6 +239,11 @@ cdef class PackedWeights:
     def nbytes(self):
         """Bytes of packed weights."""
         return self.state.nbytes
+
+    @property
+    def mapped(self):
+        """How many of those bytes lie in a mapped cache file."""
+        return self.state.mapped
 
     @property
     def hits(self):
@@ -247,6 +254,38 @@ cdef class PackedWeights:
     def misses(self):
         """How often a weight had to be packed."""
         return self.state.misses
+
+    cdef int attach(self, object payload, list entries, list addresses) except -1:
+        """Take the entries of a cache file, as if the first creation had made them."""
+        cdef const uint8_t[::1] view = memoryview(payload)
+        cdef PackedEntry* entry
+        if self.state.count or <size_t> len(entries) > self.state.capacity:
+            return 0
+        self.file = payload
+        for seed, looked_up, kernel, bias, offset, size in entries:
+            entry = &self.state.entries[self.state.count]
+            entry.seed = seed
+            entry.kernel = <const void*> <uintptr_t> addresses[kernel]
+            entry.bias = NULL if bias < 0 else <const void*> <uintptr_t> addresses[bias]
+            entry.size = size
+            entry.data = <void*> &view[<Py_ssize_t> offset]
+            entry.looked_up = looked_up
+            entry.owned = False
+            self.state.nbytes += entry.size
+            self.state.mapped += entry.size
+            self.state.count += 1
+        return 0
+
+    cdef list export(self):
+        """(seed, looked up, address of kernel, address of bias, packed bytes) of every entry."""
+        cdef size_t i
+        cdef PackedEntry* entry
+        cdef list made = []
+        for i in range(self.state.count):
+            entry = &self.state.entries[i]
+            data = PyMemoryView_FromMemory(<char*> entry.data, entry.size, PyBUF_READ)
+            made.append((entry.seed, bool(entry.looked_up), <uintptr_t> entry.kernel, <uintptr_t> entry.bias, data))
+        return made
 
     cdef void begin(self) noexcept nogil:
         self.state.cursor = 0
@@ -327,6 +366,7 @@ cdef size_t packed_insert(
     entry.bias = key.bias
     entry.size = size
     entry.data = data
+    entry.owned = True
     entry.looked_up = state.looked_up
     state.looked_up = False
     state.reserved = NULL
@@ -699,11 +739,17 @@ cdef class Runtime:
         kernels hide a NaN.
     low_memory : bool, default False
         Trade speed for memory in convolutions and resizing (transient indirection buffers).
+    weights_cache : True, path or WeightsCache, optional
+        Keep packed weights on disk and map them there the next time: True is the user's cache folder, a
+        path a folder or a file. Without it nothing is written. A file that does not fit exactly is not used.
 
     Attributes
     ----------
     graph : Graph
     inputs, outputs : tuple of Value
+    weights_cache : str
+        What became of the cache: ``"off"``, ``"hit"`` (weights are mapped from its file), ``"saved"`` (packed and
+        written), ``"shared"`` (another runtime of the graph had packed already), or ``"not saved: "`` and why.
     staged : int
         How many input or output arrays had to be copied so far, because they were not contiguous,
         not aligned, byte-swapped, or ended too close to the end of mapped memory.
@@ -723,6 +769,7 @@ cdef class Runtime:
     cdef readonly int threads
     cdef readonly bint check_finite
     cdef readonly size_t staged
+    cdef readonly str weights_cache
     cdef object lowered
     cdef uint32_t flags
     cdef Engine engine
@@ -746,7 +793,8 @@ cdef class Runtime:
         self.dims = NULL
         self.sizes = NULL
 
-    def __init__(self, Graph graph not None, *, int threads=1, bint check_finite=False, bint low_memory=False):
+    def __init__(self, Graph graph not None, *, int threads=1, bint check_finite=False, bint low_memory=False,
+                 weights_cache=None):
         if threads < 1:
             raise ArgumentError(f"threads must be at least 1, got {threads}")
         self.graph = graph
@@ -772,13 +820,38 @@ cdef class Runtime:
         self.generation = xf_fork_generation
         self.packed = packed_weights(graph, self.lowered, self.flags)
         self.shape_key = None
-        self.select(tuple(value.shape for value in self.inputs))
+        self.weights_cache = "off"
+        if weights_cache is None or weights_cache is False:
+            self.select(tuple(value.shape for value in self.inputs))
+        else:
+            self.select_cached(weights_cache)
 
     def __dealloc__(self):
         free(self.typenums)
         free(self.ranks)
         free(self.dims)
         free(self.sizes)
+
+    cdef int select_cached(self, object where) except -1:
+        """The first engine, with packed weights from a cache file if there is one, and into one if not."""
+        from .weights_cache import WeightsCache
+
+        cache = where if isinstance(where, WeightsCache) else WeightsCache(where)
+        with self.packed.lock:
+            fresh = self.packed.state.count == 0
+            opened = cache.open(self.lowered, self.flags) if fresh else None
+            if opened is not None:
+                self.packed.attach(opened[0], opened[1], opened[2])
+        self.select(tuple(value.shape for value in self.inputs))
+        if opened is not None:
+            self.weights_cache = "hit"
+        elif not fresh:
+            self.weights_cache = "shared"
+        else:
+            with self.packed.lock:
+                refused = cache.save(self.lowered, self.flags, self.packed.export())
+            self.weights_cache = "saved" if refused is None else f"not saved: {refused}"
+        return 0
 
     cdef object value_at(self, size_t i):
         return self.inputs[i] if i < self.num_inputs else self.outputs[i - self.num_inputs]
@@ -823,7 +896,10 @@ cdef class Runtime:
                     if self.threads > 1 and self.pool is None:
                         self.pool = Pool(self.threads)
                     self.engine = None
+                    misses = self.packed.state.misses
                     self.engine = Engine.create(lowered, shapes, self.pool, self.flags, self.packed, False)
+                    if self.packed.state.misses > misses:
+                        release_packed(lowered)
             except BaseException:
                 # Half-changed shapes inside the engine can't be trusted any more.
                 self.engine = None
@@ -1163,11 +1239,13 @@ cdef class Runtime:
     @property
     def memory(self):
         """Bytes: ``mapped`` constants used in place, ``copied`` constants, ``packed`` weights (shared by all
-        runtimes of the graph), ``workspace`` of this runtime, ``staging`` buffers."""
+        runtimes of the graph), of those ``packed_mapped`` in a cache file, ``workspace`` of this runtime,
+        ``staging`` buffers."""
         return {
             "mapped": sum(c.nbytes for c in self.graph.constants if c.in_place),
             "copied": sum(c.nbytes for c in self.graph.constants if not c.in_place),
-            "packed": self.packed.nbytes if self.packed is not None else 0,
+            "packed": self.packed.nbytes,
+            "packed_mapped": self.packed.mapped,
             "workspace": workspace_size(self.engine),
             "staging": sum(array.nbytes for array in self.staging if array is not None),
         }
@@ -1209,6 +1287,21 @@ cdef class Runtime:
 
     def __repr__(self):
         return f"Runtime({self.graph!r}, threads={self.threads})"
+
+
+cdef int release_packed(object lowered) except -1:
+    """Let go of the file pages of constants that were packed: nothing reads them again, and if it did, they
+    would come back from the page cache."""
+    kept, packed = set(), set()
+    for node in lowered.nodes:
+        for place, id in enumerate(node.inputs):
+            if id is not None:
+                (packed if place in node.op.packed else kept).add(id)
+    for id in packed - kept:
+        constant = lowered.values[id].constant
+        if constant is not None and constant.in_place and constant.owner is not None and constant.owner.mapped and constant.nbytes >= 65536:
+            constant.owner.release(constant.offset, constant.offset + constant.nbytes)
+    return 0
 
 
 cdef size_t workspace_size(Engine engine):
