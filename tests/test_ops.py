@@ -142,8 +142,8 @@ VARIANTS = {
                         {"clamp": (-0.5, 0.25)}],
     "batch_matrix_multiply": [
         {"transpose": True}, {"first": (), "second": ()}, {"first": (2, 3), "second": (3,)},
-        {"first": (1,), "second": (4,)}, {"first": (3, 1), "second": (1, 2), "transpose": True}, {"rows": 1, "columns": 1},
-        {"inner": 65, "columns": 130}],
+        {"first": (1,), "second": (4,)}, {"first": (3, 1), "second": (1, 2), "transpose": True},
+        {"rows": 1, "columns": 1}, {"inner": 65, "columns": 130}],
     "conv2d": [
         {"padding": (1, 0, 2, 1), "stride": (2, 1), "dilation": (1, 2)},
         {"same_padding": True, "stride": (2, 3), **SQUARE},

@@ -280,6 +280,23 @@ def test_release_leaves_foreign_memory_alone():
         payload.release(0, payload.nbytes + 1)
 
 
+def test_a_view_in_a_cycle_with_its_payload_can_be_collected():
+    # A memoryview that exports a buffer crashed the collector: the payload holds what is behind it.
+    for _ in range(20):
+        view = memoryview(bytearray(b"0123456789"))
+        cycle = [view, Payload.open(view)]
+        cycle.append(cycle)
+        del view, cycle
+        gc.collect()
+    source = bytearray(b"0123456789")
+    view = memoryview(source)
+    payload = Payload.open(view[2:6])
+    view.release()
+    assert bytes(payload) == b"2345"
+    with pytest.raises(BufferError):
+        source.append(0)
+
+
 # ---- copies
 
 

@@ -10,6 +10,7 @@ from cpython.buffer cimport (
     PyBUF_FULL_RO, PyBuffer_FillInfo, PyBuffer_IsContiguous, PyBuffer_Release, PyObject_CheckBuffer,
     PyObject_GetBuffer,
 )
+from cpython.memoryview cimport PyMemoryView_GET_BUFFER
 from libc.stdint cimport uintptr_t
 from libc.stdlib cimport free
 from libc.string cimport memcpy, memset
@@ -265,15 +266,22 @@ cdef Payload _open_path(object path):
 
 cdef Payload _open_buffer(object source):
     cdef Payload self = Payload.__new__(Payload)
-    PyObject_GetBuffer(source, &self.source, PyBUF_FULL_RO)
+    cdef Py_buffer* view = &self.source
+    cdef object exporter = source
+    if isinstance(source, memoryview) and source.obj is not None:
+        # What the view looks at is held, not the view: a view with an export crashes the collectors of Python
+        # before 3.13 when it is part of a cycle (gh-77894).
+        exporter = source.obj
+        view = PyMemoryView_GET_BUFFER(source)
+    PyObject_GetBuffer(exporter, &self.source, PyBUF_FULL_RO)
     self.has_source = True
-    self.holder = source
-    if not PyBuffer_IsContiguous(&self.source, b"C"):
+    self.holder = exporter
+    if not PyBuffer_IsContiguous(view, b"C"):
         raise FormatError(f"need contiguous bytes, found a strided {type(source).__name__}")
-    if self.source.len == 0:
+    if view.len == 0:
         raise FormatError(f"the {type(source).__name__} is empty")
-    self.data = <const unsigned char*> self.source.buf
-    self.nbytes = self.readable = self.source.len
+    self.data = <const unsigned char*> view.buf
+    self.nbytes = self.readable = view.len
     self.writable = may_change(source)
     self.name = f"<{type(source).__name__} of {self.nbytes} bytes>"
     return self
