@@ -539,7 +539,7 @@ def test_chains_and_methods():
         "method 'a', delegate 0",
         "method 'b', delegate 0",
     ]
-    with pytest.raises(ArgumentError, match="has no method"):
+    with pytest.raises(FormatError, match=r"need a method, .* has none"):
         load(
             files.with_segments(
                 [], lambda places: files.encode({"version": 0}, schema_key="program", identifier=b"ET12"), b"eh00"

@@ -116,8 +116,8 @@ def padded_copy(source):
 cdef bint may_change(object source):
     """Whether anybody could write the memory of a buffer: a read-only view of something writable counts."""
     cdef Py_buffer view
-    cdef int depth
-    for depth in range(32):
+    cdef int _
+    for _ in range(32):
         if type(source) is bytes or isinstance(source, (Payload, AlignedBytes)):
             return False
         if not PyObject_CheckBuffer(source):

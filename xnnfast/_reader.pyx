@@ -10,11 +10,11 @@ from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from cpython.ref cimport Py_INCREF
 from cpython.tuple cimport PyTuple_New, PyTuple_SET_ITEM
 from cpython.unicode cimport PyUnicode_DecodeUTF8
-from libc.stdint cimport int16_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport int32_t, int64_t, uint16_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memcpy
 
 from ._flatbuf cimport (
-    FlatBuffer, field_at, get_f32, get_i16, get_i32, get_u8, get_u32, get_u64, load_f32, load_u32, reference_at,
+    FlatBuffer, get_f32, get_i16, get_i32, get_u8, get_u32, get_u64, load_f32, load_u32, reference_at,
 )
 from ._graph cimport Constant, Graph, Node, Value
 from ._payload cimport AlignedBytes, Payload
@@ -350,7 +350,7 @@ cdef class Decoded:
             if found is not None:
                 return found
             width = 2 if block else 4
-            held, offset, nbytes, key = self.place(index, value, "quant_params.scale_buffer_idx", params)
+            held, offset, nbytes, _ = self.place(index, value, "quant_params.scale_buffer_idx", params)
             if <uint64_t> nbytes < need * width:
                 raise self.format_error(f"need {need * width} bytes for {need} scales, constant {index} has {nbytes}",
                                         scale_path(value), params)
@@ -397,8 +397,7 @@ cdef class Decoded:
         cdef int kind = get_u8(self.base, quantized, SLOT_XNNQuantizedTensorValue_quant_params_type)
         cdef uint64_t params = reference_at(self.base, quantized, SLOT_XNNQuantizedTensorValue_quant_params)
         cdef int32_t axis, group
-        cdef uint64_t need, rows, inner
-        cdef int64_t dim
+        cdef uint64_t need, inner
         if params == 0:
             raise self.format_error("need quantization parameters, found none", scale_path(index), quantized)
         needed = NEEDED_QUANT[datatype]

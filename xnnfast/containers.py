@@ -654,12 +654,10 @@ class ProgramFile:
         """A method by its name; without a name, the only one."""
         names = [plan.name for plan in self.plans]
         if method is None:
+            if not names:
+                raise FormatError(f"need a method, {self.payload.name} has none", path="Program.execution_plan")
             if len(names) != 1:
-                raise ArgumentError(
-                    f"need method=, one of {', '.join(map(repr, names))}"
-                    if names
-                    else f"{self.payload.name} has no method"
-                )
+                raise ArgumentError(f"need method=, one of {', '.join(map(repr, names))}")
             return self.plans[0]
         if names.count(method) != 1:
             raise ArgumentError(f"need a method of {', '.join(map(repr, names)) or 'none'}, found {method!r}")
