@@ -1,0 +1,17 @@
+"""What all tests share."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def elsewhere(tmp_path_factory):
+    return tmp_path_factory.mktemp("elsewhere")
+
+
+@pytest.fixture(autouse=True)
+def away_from_the_sources(elsewhere, monkeypatch):
+    """Run outside the checkout: a child process started with -c has its folder on the path, and the checkout
+    holds the package uncompiled."""
+    monkeypatch.chdir(elsewhere)
