@@ -39,9 +39,8 @@ from collections.abc import Iterable
 
 from . import elementwise, movement, neural, prim, quantized, reduction
 from ._row import Argument, OutSpec, Portable, Routing
-from ._types import SCALAR_TYPES
 
-__all__ = ["PORTABLE", "SCALAR_TYPES", "Argument", "OutSpec", "Portable", "Routing", "key", "missing"]
+__all__ = ["PORTABLE", "Argument", "OutSpec", "Portable", "Routing", "key", "missing"]
 
 
 def _table() -> dict[str, Portable]:

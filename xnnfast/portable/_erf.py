@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
+
+#: 64 KiB of float32.
+_BLOCK = 16384
 
 _exact = np.frompyfunc(math.erf, 1, 1)
 
@@ -15,7 +19,7 @@ _Q = (3.741962e-05, 0.0011855874, 0.015207438, 0.11535098, 0.5048596, 1.0)
 
 
 def _horner(coefficients: tuple[float, ...], z: np.ndarray) -> np.ndarray:
-    total = z * np.float32(coefficients[0])
+    total: np.ndarray = z * np.float32(coefficients[0])
     for coefficient in coefficients[1:-1]:
         total += np.float32(coefficient)
         total *= z
@@ -23,14 +27,31 @@ def _horner(coefficients: tuple[float, ...], z: np.ndarray) -> np.ndarray:
     return total
 
 
-def erf(x: np.ndarray) -> np.ndarray:
-    """erf of a float32 array to 4e-7, of a float64 array to its last digits."""
-    if x.dtype == np.float64:
-        return np.asarray(_exact(x), np.float64)
-    # From rank 1 on, so that every step is an array that the next one may overwrite.
-    clipped = np.atleast_1d(np.clip(x, np.float32(-4), np.float32(4)))
+def _short(x: np.ndarray) -> np.ndarray:
+    clipped = np.clip(x, np.float32(-4), np.float32(4))
     z = clipped * clipped
     ratio = _horner(_P, z)
     ratio /= _horner(_Q, z)
     ratio *= clipped
-    return np.clip(ratio, np.float32(-1), np.float32(1), out=ratio).reshape(x.shape)
+    return np.clip(ratio, np.float32(-1), np.float32(1), out=ratio)
+
+
+def in_blocks(function: Callable[[np.ndarray], np.ndarray], x: np.ndarray) -> np.ndarray:
+    """``function`` of every element, a block at a time: a chain of steps then stays in the cache.
+
+    It is given arrays of rank 1, whose steps may overwrite each other, and returns as many elements.
+    """
+    flat = x.reshape(-1)
+    if flat.size <= _BLOCK:
+        return function(flat).reshape(x.shape)
+    y = np.empty(flat.shape, x.dtype)
+    for start in range(0, flat.size, _BLOCK):
+        y[start : start + _BLOCK] = function(flat[start : start + _BLOCK])
+    return y.reshape(x.shape)
+
+
+def erf(x: np.ndarray) -> np.ndarray:
+    """erf of a float32 array to 4e-7, of a float64 array to its last digits."""
+    if x.dtype == np.float64:
+        return np.asarray(_exact(x), np.float64)
+    return in_blocks(_short, x)

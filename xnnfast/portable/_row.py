@@ -153,10 +153,7 @@ class Portable:
     def check(self, kinds: Sequence[str]) -> None:
         """Refuse arguments whose kinds (names of EValue's union members) don't fit; for use before anything runs."""
         for argument, kind in zip(self.arguments, kinds, strict=True):
-            if kind in ("None", "Null"):
-                fits = argument.optional
-            else:
-                fits = kind in _ACCEPTS[argument.kind + argument.many]
+            fits = argument.optional if kind == "Null" else kind in _ACCEPTS[argument.kind + argument.many]
             if not fits:
                 needed = sorted(_ACCEPTS[argument.kind + argument.many]) + ["Null"] * argument.optional
                 raise FormatError(f"{self.name} needs {' or '.join(needed)} for {argument.name}, the call has {kind}")

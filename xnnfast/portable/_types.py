@@ -17,22 +17,6 @@ FLOAT64 = np.dtype(np.float64)
 INT64 = np.dtype(np.int64)
 BOOL = np.dtype(np.bool_)
 
-#: ScalarType of the schema: what an argument of kind ``d`` holds.
-SCALAR_TYPES = {
-    0: np.dtype(np.uint8),
-    1: np.dtype(np.int8),
-    2: np.dtype(np.int16),
-    3: np.dtype(np.int32),
-    4: INT64,
-    5: np.dtype(np.float16),
-    6: FLOAT32,
-    7: FLOAT64,
-    11: BOOL,
-    27: np.dtype(np.uint16),
-    28: np.dtype(np.uint32),
-    29: np.dtype(np.uint64),
-}
-
 
 def is_float(dtype: np.dtype) -> bool:
     return dtype.kind == "f" or dtype.name == "bfloat16"
@@ -83,8 +67,8 @@ def load(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 def store(x: Any, dtype: np.dtype) -> np.ndarray:
     """``x`` as an array of ``dtype``; a ufunc's scalar becomes an array of rank 0."""
-    x = np.asarray(x)
-    return x if x.dtype == dtype else x.astype(dtype)
+    array: np.ndarray = np.asarray(x)
+    return array if array.dtype == dtype else array.astype(dtype)
 
 
 def number(value: Any, dtype: np.dtype) -> Any:

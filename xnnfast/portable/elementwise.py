@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 
 from ..errors import OperatorError
-from ._erf import erf
+from ._erf import erf, in_blocks
 from ._row import OutSpec, Portable
 from ._types import (
     BOOL,
     FLOAT32,
+    FLOAT64,
     exact_number,
     float_type,
     is_float,
@@ -176,9 +177,12 @@ def _remainder(out: OutSpec, a: np.ndarray, b: Any) -> np.ndarray:
 
 
 def _fmod(out: OutSpec, a: np.ndarray, b: Any) -> np.ndarray:
-    a, b, kind = _pair(a, b)
+    kind = promote(a.dtype, b.dtype) if isinstance(b, np.ndarray) else promote_number(a.dtype, b)
     _nonzero(b, kind)
-    return store(np.fmod(a, b), out.dtype)
+    # Whole numbers are taken as float64, which alone explains the result of a negative divisor of uint8.
+    wide = FLOAT32 if math_type(kind) == FLOAT32 else FLOAT64
+    divisor = load(b, wide) if isinstance(b, np.ndarray) else number(b, wide)
+    return store(np.fmod(load(a, wide), divisor), out.dtype)
 
 
 def _power(out: OutSpec, a: Any, b: Any) -> np.ndarray:
@@ -189,7 +193,7 @@ def _power(out: OutSpec, a: Any, b: Any) -> np.ndarray:
         if b == 0.5:
             # pow, unlike sqrt, makes +0 of -0 and +inf of -inf.
             return store(np.where(np.isneginf(a), kind.type(np.inf), np.sqrt(a + kind.type(0))), out.dtype)
-    wide = kind if kind == FLOAT32 else np.dtype(np.float64)
+    wide = kind if kind == FLOAT32 else FLOAT64
     return store(np.power(np.asarray(a).astype(wide), np.asarray(b).astype(wide)), out.dtype)
 
 
@@ -238,26 +242,32 @@ def _elu(out: OutSpec, x: np.ndarray, alpha: Any, scale: Any, input_scale: Any) 
     )
 
 
+def _gelu_exact(x: np.ndarray) -> np.ndarray:
+    return _share(erf(x * x.dtype.type(math.sqrt(0.5))), x)
+
+
+def _gelu_tanh(x: np.ndarray) -> np.ndarray:
+    inner = x * x
+    inner *= x
+    inner *= x.dtype.type(0.044715)
+    inner += x
+    inner *= x.dtype.type(math.sqrt(2 / math.pi))
+    return _share(np.tanh(inner, out=inner), x)
+
+
+def _share(signed: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """x times the share (1 + signed) / 2; -inf stays NaN, as in ExecuTorch and PyTorch."""
+    signed += x.dtype.type(1)
+    signed *= x.dtype.type(0.5)
+    signed *= x
+    return signed
+
+
 def _gelu(out: OutSpec, x: np.ndarray, approximate: str) -> np.ndarray:
-    kind = math_type(x.dtype)
-    x = np.atleast_1d(load(x, kind))
-    if approximate == "none":
-        share = erf(x * kind.type(math.sqrt(0.5)))
-    elif approximate == "tanh":
-        share = x * x
-        share *= x
-        share *= kind.type(0.044715)
-        share += x
-        share *= kind.type(math.sqrt(2 / math.pi))
-        np.tanh(share, out=share)
-    else:
+    functions = {"none": _gelu_exact, "tanh": _gelu_tanh}
+    if approximate not in functions:
         raise OperatorError(f"need the approximation none or tanh, found {approximate!r}")
-    share += kind.type(1)
-    share *= kind.type(0.5)
-    share *= x
-    # -inf times the share 0 is NaN: the limit is 0.
-    share[np.isneginf(x)] = 0
-    return store(share, out.dtype)
+    return store(in_blocks(functions[approximate], load(x, math_type(x.dtype))), out.dtype)
 
 
 def _sigmoid(x: np.ndarray) -> Any:
@@ -298,7 +308,18 @@ def _where(out: OutSpec, condition: np.ndarray, a: np.ndarray, b: np.ndarray) ->
     if condition.dtype.kind not in "bu":
         raise OperatorError(f"need a condition of bool or uint8, found {condition.dtype}")
     kind = promote(a.dtype, b.dtype)
-    return store(np.where(load(condition, BOOL), load(a, kind), load(b, kind)), out.dtype)
+    condition, a, b = load(condition, BOOL), load(a, kind), load(b, kind)
+    if kind != FLOAT32:
+        return store(np.where(condition, a, b), out.dtype)
+    # On the bits: NumPy's own choice branches on every element.
+    mask = np.negative((condition.view(np.int8) != 0).view(np.int8)).astype(np.int32)
+    first, second = a.view(np.int32), b.view(np.int32)
+    chosen = np.asarray((first ^ second) & mask)
+    if chosen.ndim and chosen.shape == np.broadcast_shapes(chosen.shape, second.shape):
+        chosen ^= second
+    else:
+        chosen = np.asarray(chosen ^ second)
+    return store(chosen.view(np.float32), out.dtype)
 
 
 def _masked_fill(out: OutSpec, x: np.ndarray, mask: np.ndarray, value: Any) -> np.ndarray:

@@ -23,7 +23,8 @@ def _copy(out: OutSpec, x: np.ndarray, *ignored: Any) -> np.ndarray:
 
 def _copy_from(out: Any, x: np.ndarray, source: np.ndarray, non_blocking: bool) -> np.ndarray:
     dtype = out[0].dtype if isinstance(out, list) else out.dtype
-    return store(np.broadcast_to(source, x.shape), dtype).copy()
+    result: np.ndarray = store(np.broadcast_to(source, x.shape), dtype).copy()
+    return result
 
 
 def view_shape(shape: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
@@ -76,7 +77,8 @@ def _squeeze(out: OutSpec, x: np.ndarray, dims: Any) -> np.ndarray:
 def _permute(out: OutSpec, x: np.ndarray, dims: Sequence[int]) -> np.ndarray:
     if len(dims) != x.ndim:
         raise OperatorError(f"need {x.ndim} dimensions, found {list(dims)}")
-    return x.transpose(axes(dims, x.ndim))
+    result: np.ndarray = x.transpose(axes(dims, x.ndim))
+    return result
 
 
 def _transpose(out: OutSpec, x: np.ndarray, first: int, second: int) -> np.ndarray:
@@ -87,7 +89,8 @@ def _transpose(out: OutSpec, x: np.ndarray, first: int, second: int) -> np.ndarr
 def _t(out: OutSpec, x: np.ndarray) -> np.ndarray:
     if x.ndim > 2:
         raise OperatorError(f"need rank 2 or less, found shape {x.shape}")
-    return x.T
+    result: np.ndarray = x.T
+    return result
 
 
 def _along(x: np.ndarray, dim: int, part: Any) -> tuple[Any, ...]:
@@ -105,7 +108,8 @@ def _position(x: np.ndarray, dim: int, index: int) -> int:
 
 
 def _select(out: OutSpec, x: np.ndarray, dim: int, index: int) -> np.ndarray:
-    return x[_along(x, dim, _position(x, dim, index))]
+    result: np.ndarray = x[_along(x, dim, _position(x, dim, index))]
+    return result
 
 
 def _stretch(start: int | None, end: int | None, step: int) -> slice:
@@ -116,7 +120,8 @@ def _stretch(start: int | None, end: int | None, step: int) -> slice:
 
 def _slice(out: OutSpec, x: np.ndarray, dim: int, start: int | None, end: int | None, step: int) -> np.ndarray:
     # Python's slices count from the end and stop at the borders by the same rule.
-    return x[_along(x, dim, _stretch(start, end, step))]
+    result: np.ndarray = x[_along(x, dim, _stretch(start, end, step))]
+    return result
 
 
 def _narrow(out: OutSpec, x: np.ndarray, dim: int, start: int, length: int) -> np.ndarray:
@@ -124,7 +129,8 @@ def _narrow(out: OutSpec, x: np.ndarray, dim: int, start: int, length: int) -> n
     start = start + size if start < 0 else start
     if not 0 <= start <= start + length <= size:
         raise OperatorError(f"need a stretch inside 0..{size}, found {start} and length {length}")
-    return x[_along(x, dim, slice(start, start + length))]
+    result: np.ndarray = x[_along(x, dim, slice(start, start + length))]
+    return result
 
 
 def _diagonal(out: OutSpec, x: np.ndarray, offset: int, first: int, second: int) -> np.ndarray:
@@ -152,7 +158,8 @@ def _strided(
     place = np.full(shape, offset or 0, np.int64)
     for dim, (size, stride) in enumerate(zip(shape, strides, strict=True)):
         place += (np.arange(size) * stride).reshape((size,) + (1,) * (len(shape) - 1 - dim))
-    return np.ravel(x)[indices(place, x.size)]
+    result: np.ndarray = np.ravel(x)[indices(place, x.size)]
+    return result
 
 
 # Pieces
@@ -301,7 +308,8 @@ def _reflect(place: np.ndarray, size: int) -> np.ndarray:
 
 
 def _replicate(place: np.ndarray, size: int) -> np.ndarray:
-    return np.clip(place, 0, size - 1)
+    result: np.ndarray = np.clip(place, 0, size - 1)
+    return result
 
 
 # Pixels
@@ -312,7 +320,10 @@ def _pixel_shuffle(out: OutSpec, x: np.ndarray, factor: int) -> np.ndarray:
         raise OperatorError(f"need channels that {factor} * {factor} divides, found shape {x.shape}")
     *lead, channels, height, width = x.shape
     y = x.reshape(-1 if x.size else 0, channels // factor**2, factor, factor, height, width)
-    return y.transpose(0, 1, 4, 2, 5, 3).reshape(*lead, channels // factor**2, height * factor, width * factor)
+    result: np.ndarray = y.transpose(0, 1, 4, 2, 5, 3).reshape(
+        *lead, channels // factor**2, height * factor, width * factor
+    )
+    return result
 
 
 def _pixel_unshuffle(out: OutSpec, x: np.ndarray, factor: int) -> np.ndarray:
@@ -320,7 +331,10 @@ def _pixel_unshuffle(out: OutSpec, x: np.ndarray, factor: int) -> np.ndarray:
         raise OperatorError(f"need a height and a width that {factor} divides, found shape {x.shape}")
     *lead, channels, height, width = x.shape
     y = x.reshape(-1 if x.size else 0, channels, height // factor, factor, width // factor, factor)
-    return y.transpose(0, 1, 3, 5, 2, 4).reshape(*lead, channels * factor**2, height // factor, width // factor)
+    result: np.ndarray = y.transpose(0, 1, 3, 5, 2, 4).reshape(
+        *lead, channels * factor**2, height // factor, width // factor
+    )
+    return result
 
 
 # Picking by index
@@ -423,7 +437,7 @@ def _index(out: OutSpec, x: np.ndarray, index: Sequence[np.ndarray | None]) -> n
 def _index_put(
     out: Any, x: np.ndarray, index: Sequence[np.ndarray | None], values: np.ndarray, accumulate: bool
 ) -> np.ndarray:
-    y = x.copy()
+    y: np.ndarray = x.copy()
     places = _places(x, index)
     if accumulate:
         np.add.at(y, places, load(values, x.dtype))
@@ -454,7 +468,8 @@ def _slice_scatter(
 
 def _masked_select(out: OutSpec, x: np.ndarray, mask: np.ndarray) -> np.ndarray:
     x, mask = np.broadcast_arrays(x, load(mask, BOOL))
-    return x[mask]
+    result: np.ndarray = x[mask]
+    return result
 
 
 def _masked_scatter(out: OutSpec, x: np.ndarray, mask: np.ndarray, source: np.ndarray) -> np.ndarray:

@@ -63,6 +63,11 @@ def _numbers(values: Sequence[int], count: int, default: int, least: int) -> lis
     return numbers
 
 
+def _inner(starts: Sequence[int], stops: Sequence[int], steps: Sequence[int] | None = None) -> tuple[Any, ...]:
+    """A NumPy index of a part of the last dimensions."""
+    return (Ellipsis, *map(slice, starts, stops, steps or [1] * len(starts)))
+
+
 def _windows(x: np.ndarray, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> np.ndarray:
     """All windows of the last dimensions, as a view: N, C, the places, then the window."""
     rank = len(kernel)
@@ -92,7 +97,8 @@ def _correlate(
         columns = np.zeros((groups, batch * math.prod(places), filters.shape[2]), x.dtype)
     y = np.matmul(columns, filters.transpose(0, 2, 1)).reshape(groups, batch, *places, outputs)
     order = (1, 0, 2 + rank, *range(2, 2 + rank))
-    return y.transpose(order).reshape(batch, groups * outputs, *places)
+    result: np.ndarray = y.transpose(order).reshape(batch, groups * outputs, *places)
+    return result
 
 
 def _convolution(
@@ -138,31 +144,13 @@ def _convolution(
             raise OperatorError(f"need an output of 0 or more, found {places}")
         room(out, (x.shape[0], weight.shape[1] * groups, *places))
         canvas = np.zeros(
-            (
-                *x.shape[:2],
-                *(max(before, 0) + size + max(after, 0) for size, (before, after) in zip(spread, widths, strict=True)),
-            ),
-            kind,
+            (*x.shape[:2], *(size + sum(max(w, 0) for w in pair) for size, pair in zip(spread, widths))), kind
         )
-        canvas[
-            (
-                ...,
-                *(
-                    slice(max(before, 0), max(before, 0) + size, step)
-                    for size, (before, _), step in zip(spread, widths, stride, strict=True)
-                ),
-            )
-        ] = x
+        starts = [max(before, 0) for before, _ in widths]
+        canvas[_inner(starts, [start + size for start, size in zip(starts, spread)], stride)] = x
         # A width below zero cuts.
-        canvas = canvas[
-            (
-                ...,
-                *(
-                    slice(max(-before, 0), size - max(-after, 0))
-                    for size, (before, after) in zip(canvas.shape[2:], widths, strict=True)
-                ),
-            )
-        ]
+        starts = [max(-before, 0) for before, _ in widths]
+        canvas = canvas[_inner(starts, [start + size for start, size in zip(starts, shape)])]
         swapped = weight.reshape(groups, channels // groups, *weight.shape[1:]).swapaxes(1, 2)
         weight = np.flip(swapped, tuple(range(3, 3 + rank))).reshape(-1, channels // groups, *kernel)
         y = _correlate(canvas, weight, [1] * rank, dilation, groups)
@@ -180,18 +168,15 @@ def _convolution(
 
 def _pooled(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> int:
     """Number of windows along one dimension; the last one must start inside the image or its left padding."""
-    span = size + 2 * padding - dilation * (kernel - 1) - 1
+    padded = size + 2 * padding
+    span = padded - dilation * (kernel - 1) - 1
     if span < 0 and not ceil_mode:
-        raise OperatorError(
-            f"need a window no larger than the padded size {size + 2 * padding}, found {kernel} with dilation {dilation}"
-        )
+        raise OperatorError(f"need a window within the padded size {padded}, found {kernel} with dilation {dilation}")
     count = (span + (stride - 1 if ceil_mode else 0)) // stride + 1
     if ceil_mode and (count - 1) * stride >= size + padding:
         count -= 1
     if count < 1:
-        raise OperatorError(
-            f"need a window no larger than the padded size {size + 2 * padding}, found {kernel} with dilation {dilation}"
-        )
+        raise OperatorError(f"need a window within the padded size {padded}, found {kernel} with dilation {dilation}")
     return count
 
 
@@ -223,7 +208,7 @@ def _pool(
         fill,
         x.dtype,
     )
-    canvas[(..., *(slice(pad, pad + size) for pad, size in zip(padding, x.shape[-2:], strict=True)))] = x
+    canvas[_inner(padding, [pad + size for pad, size in zip(padding, x.shape[-2:])])] = x
     windows = _windows(canvas, kernel, stride, dilation)[..., : counts[0], : counts[1], :, :]
     return windows, [kernel, stride, padding, dilation]
 
@@ -411,7 +396,8 @@ def _grid_place(grid: np.ndarray, size: int, padding: int, align_corners: bool) 
             place = np.where(np.floor(distance / span) % 2 == 0, rest + low, span - rest + low)
     if padding:
         place = np.clip(place, kind(0), kind(size - 1))
-    return place
+    result: np.ndarray = place
+    return result
 
 
 def _grid_sample(

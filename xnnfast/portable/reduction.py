@@ -13,6 +13,10 @@ from ..errors import OperatorError
 from ._row import OutSpec, Portable
 from ._types import BOOL, axes, axis, load, math_type, store
 
+# Their types in NumPy's stubs leave out what is passed here.
+_add: Any = np.add.reduce
+_multiply: Any = np.multiply.reduce
+
 
 def _over(dims: Sequence[int] | None, x: np.ndarray) -> tuple[int, ...]:
     """The axes that ``dims`` names; none named means all of them."""
@@ -26,13 +30,13 @@ def _count(x: np.ndarray, over: Sequence[int]) -> int:
 def _sum(out: OutSpec, x: np.ndarray, dims: Sequence[int] | None, keepdim: bool, dtype: int | None) -> np.ndarray:
     # The sum is taken in the out tensor's type.
     x = load(x, math_type(out.dtype))
-    return store(np.add.reduce(x, axis=_over(dims, x), dtype=x.dtype, keepdims=keepdim), out.dtype)
+    return store(_add(x, axis=_over(dims, x), dtype=x.dtype, keepdims=keepdim), out.dtype)
 
 
 def _mean(out: OutSpec, x: np.ndarray, dims: Sequence[int] | None, keepdim: bool, dtype: int | None) -> np.ndarray:
     x = load(x, math_type(out.dtype))
     over = _over(dims, x)
-    total = np.add.reduce(x, axis=over, dtype=x.dtype, keepdims=keepdim)
+    total = _add(x, axis=over, dtype=x.dtype, keepdims=keepdim)
     return store(total / x.dtype.type(_count(x, over)), out.dtype)
 
 
@@ -42,9 +46,9 @@ def _moments(
     """Variance and mean."""
     over = _over(dims, x)
     count = _count(x, over)
-    mean = np.add.reduce(x, axis=over, dtype=x.dtype, keepdims=True) / x.dtype.type(count)
+    mean = _add(x, axis=over, dtype=x.dtype, keepdims=True) / x.dtype.type(count)
     centred = x - mean
-    squares = np.add.reduce(centred * centred, axis=over, dtype=x.dtype, keepdims=keepdim)
+    squares = _add(centred * centred, axis=over, dtype=x.dtype, keepdims=keepdim)
     freedom = count - (1 if correction is None else correction)
     variance = squares / x.dtype.type(freedom) if freedom > 0 else np.full_like(squares, np.nan)
     return variance, mean if keepdim else np.squeeze(mean, axis=over)
@@ -122,7 +126,7 @@ def _product(
 ) -> np.ndarray:
     x = load(x, math_type(out.dtype))
     over = tuple(range(x.ndim)) if dim is None or x.ndim == 0 else (axis(dim, x.ndim),)
-    return store(np.multiply.reduce(x, axis=over, dtype=x.dtype, keepdims=keepdim), out.dtype)
+    return store(_multiply(x, axis=over, dtype=x.dtype, keepdims=keepdim), out.dtype)
 
 
 def _cumsum(out: OutSpec, x: np.ndarray, dim: int, dtype: int | None) -> np.ndarray:
@@ -160,7 +164,7 @@ def _softmax(out: OutSpec, x: np.ndarray, dim: int, half_to_float: bool) -> np.n
         return store(x.copy(), out.dtype)
     powers = line - np.maximum.reduce(line, axis=dim, keepdims=True)
     np.exp(powers, out=powers)
-    powers /= np.add.reduce(powers, axis=dim, keepdims=True)
+    powers /= _add(powers, axis=dim, keepdims=True)
     return store(powers.reshape(x.shape), out.dtype)
 
 
@@ -170,7 +174,7 @@ def _log_softmax(out: OutSpec, x: np.ndarray, dim: int, half_to_float: bool) -> 
     if line.size == 0:
         return store(x.copy(), out.dtype)
     shifted = line - np.maximum.reduce(line, axis=dim, keepdims=True)
-    shifted -= np.log(np.add.reduce(np.exp(shifted), axis=dim, keepdims=True))
+    shifted -= np.log(_add(np.exp(shifted), axis=dim, keepdims=True))
     return store(shifted.reshape(x.shape), out.dtype)
 
 
@@ -182,7 +186,7 @@ def _standardise(rows: np.ndarray, eps: float) -> tuple[np.ndarray, np.ndarray, 
     length = rows.shape[1]
     if length == 0:
         return rows.copy(), np.zeros((len(rows), 1), rows.dtype), np.full((len(rows), 1), np.nan, rows.dtype)
-    mean = np.add.reduce(rows, axis=1, keepdims=True)
+    mean = _add(rows, axis=1, keepdims=True)
     mean /= rows.dtype.type(length)
     centred = rows - mean
     squares = np.einsum("ij,ij->i", centred, centred)[:, np.newaxis]
