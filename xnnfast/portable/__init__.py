@@ -23,8 +23,8 @@ among them, and then the value returned. So ``aten::add.out`` has ``self, other,
 an operator of several outs has them in order and then one TensorList of them (``native_layer_norm``:
 ``..., out0, out1, out2, [out0, out1, out2]``); one with an out list has the TensorList twice; one that
 returns its result has that value alone at the end (``sym_size.int``: ``self, dim, result``;
-``et_view``: ``self, size, result``); an in-place one has a value for what it returns, which may be
-another than the argument it overwrites. ``et_copy_index`` alone ends without a returned value.
+``et_view``: ``self, size, result``); an in-place one ends with what it returns, the argument it overwrites or
+another value. ``et_copy_index`` alone ends without a returned value.
 :meth:`Portable.split` takes such a list apart, :meth:`Portable.check` compares the kinds of values.
 
 The kernels agree with ExecuTorch's portable ones in what they promote, accept and refuse, also where
