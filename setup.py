@@ -21,6 +21,8 @@ ROOT = Path(__file__).resolve().parent
 DEBUG = os.environ.get("XNNFAST_DEBUG") == "1"
 READERS = ["_payload", "_flatbuf", "_graph", "_reader"]
 RUNTIME = "_runtime"
+#: Drives engines of the runtime: it includes XNNPACK's headers and links nothing of it.
+EXECUTOR = "_executor"
 
 
 def load(name: str, path: Path) -> ModuleType:
@@ -68,8 +70,9 @@ class Build(build_ext):
         load("xnnfast_generate", ROOT / "schema/generate.py").generate(ROOT / "xnnfast/_generated", header=header)
         write_build_info(native.info)
         for extension in self.distribution.ext_modules:
-            if extension.name.endswith(RUNTIME):
+            if extension.name.endswith((RUNTIME, EXECUTOR)):
                 extension.include_dirs += list(native.include_dirs)
+            if extension.name.endswith(RUNTIME):
                 extension.extra_objects += list(native.archives)
         directives = {
             "language_level": 3,
@@ -92,7 +95,7 @@ def extensions() -> list[Extension]:
     import numpy
 
     made = []
-    for name in [*READERS, RUNTIME]:
+    for name in [*READERS, RUNTIME, EXECUTOR]:
         made.append(
             Extension(
                 f"xnnfast.{name}",
@@ -100,7 +103,7 @@ def extensions() -> list[Extension]:
                 include_dirs=[numpy.get_include()],
                 define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
                 extra_compile_args=compile_args(),
-                extra_link_args=link_args() + (["-lm", "-lpthread"] if name == RUNTIME else []),
+                extra_link_args=link_args() + (["-lm", "-lpthread"] if name in (RUNTIME, EXECUTOR) else []),
             )
         )
     return made
