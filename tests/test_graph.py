@@ -680,6 +680,23 @@ def test_scale_and_zero_point(datatype, scale, zero, match):
             load(data)
 
 
+@pytest.mark.filterwarnings("error")
+def test_scales_that_overflow_are_refused_without_a_warning():
+    x = quantized(files.plain(0, external=0, flags=1, dims=(1, 64), datatype=3), "PerTensorQuant", scale=3e38)
+    y = quantized(files.plain(2, external=1, flags=2, dims=(1, 4), datatype=3), "PerTensorQuant", scale=1e-37)
+    weights = quantized(FILTER8, "PerChannelQuant", scale=[1e3] * 4)
+    layer = files.node("XNNFullyConnected", input1_id=0, filter_id=1, bias_id=files.NONE, output_id=2)
+    with pytest.raises(GraphError, match="output scale is inf"):
+        load(
+            xnn(
+                xvalues=files.values(x, weights, y),
+                xnodes=[layer],
+                constant_buffer=[{}, {"storage": bytes(256)}],
+                mem_buffer_sizes=None,
+            )
+        )
+
+
 # ---- dynamically quantized inputs of XN00
 
 

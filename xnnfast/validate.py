@@ -67,7 +67,9 @@ def validate(graph: Graph, limits: Limits | None = None) -> tuple[list[Node], li
         )
     _externals(graph, external)
     nodes = list(graph.nodes) if screen_nodes(graph) else _ordered(graph)
-    nodes, agree, failed = check_nodes(graph, nodes, check_op)
+    # The rules compare what overflows and what is no number, too: that is their answer, not worth a warning.
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        nodes, agree, failed = check_nodes(graph, nodes, check_op)
     if failed is not None:
         node, refusal = failed
         raise GraphError(f"{node.where}: {refusal}", node=node.index)
