@@ -41,11 +41,13 @@ def maker(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 class Maker:
     """A graph of one operator in the making."""
 
-    def __init__(self, name: str, types: Sequence[str], seed: int) -> None:
+    def __init__(self, name: str, types: Sequence[str], seed: int, wild: bool = False) -> None:
         self.name, self.op, self.types = name, OPS[name], tuple(types)
         self.ins, self.outs = types[:len(self.op.inputs)], types[len(self.op.inputs):]
         self.b = GraphBuilder()
         self.rng = np.random.default_rng(seed)
+        #: Quantized with scales and zero points that fit nothing.
+        self.wild = wild
         #: For each input how to draw it, and whether its first axis may change.
         self.feeds: list[tuple[Value, float, float, bool]] = []
         #: Length of the sums and bounds of their factors, for tolerances.
@@ -62,14 +64,14 @@ class Maker:
         return self._fed(datatype, shape, low, high, batch)
 
     def _fed(self, datatype: str, shape: Sequence[int], low: float, high: float, batch: bool) -> Value:
-        value = self.b.input(shape, datatype, spread(datatype, low, high))
+        value = self.b.input(shape, datatype, self.spread(datatype, low, high))
         self.feeds.append((value, low, high, batch and len(shape) > 0))
         return value
 
     def constant(self, position: int, shape: Sequence[int], low: float = -2.0, high: float = 2.0) -> Value:
         """The same as a constant, for operands that need not be one."""
         datatype = self.ins[position]
-        quantization = spread(datatype, low, high)
+        quantization = self.spread(datatype, low, high)
         return self.b.constant(draw(self.rng, datatype, shape, low, high), datatype, quantization)
 
     def weights(self, position: int, shape: Sequence[int], axis: int, block: int = 32) -> Value:
@@ -82,7 +84,10 @@ class Maker:
         elif datatype in Q8:
             entry = DATATYPES[datatype]
             array = rng.integers(entry.low, entry.high + 1, shape).astype(entry.dtype)
-            made = self.b.constant(array, datatype, PerTensor(1 / 127, 0 if datatype == "qint8" else 121))
+            zero_point = 0 if datatype == "qint8" else int(rng.integers(256)) if self.wild else 121
+            scale = self.stretched(1 / 127)
+            top = scale * 127
+            made = self.b.constant(array, datatype, PerTensor(scale, zero_point))
         else:
             entry = DATATYPES[datatype]
             array = rng.integers(entry.low, entry.high + 1, shape).astype(np.int8)
@@ -90,7 +95,8 @@ class Maker:
                 scales = rng.uniform(0.5, 1, shape[0] * shape[1] // block).astype(np.float32) / 8
                 made = self.b.constant(array, datatype, PerBlock(scales, 0, block))
             else:
-                scales = rng.uniform(0.5, 1, shape[axis]) / -entry.low
+                scales = rng.uniform(0.5, 1, shape[axis]) / self.stretched(-entry.low)
+                top = float(scales.max()) * -entry.low
                 made = self.b.constant(array, datatype, PerChannel(scales.astype(np.float32), axis))
         self.top = (self.top[0], top)
         return made
@@ -103,6 +109,17 @@ class Maker:
             return self.rng.integers(-2000, 2000, outputs).astype(np.int32)
         return self.rng.uniform(-2, 2, outputs).astype(DATATYPES[datatype].dtype)
 
+    def stretched(self, number: float) -> float:
+        return float(number * 2 ** self.rng.uniform(-4, 4)) if self.wild else number
+
+    def spread(self, datatype: str, low: float, high: float) -> Any:
+        quantization = spread(datatype, low, high)
+        if self.wild and datatype in Q8:
+            entry = DATATYPES[datatype]
+            zero_point = int(self.rng.integers(entry.low, entry.high + 1))
+            return PerTensor(float(np.float32(self.stretched(quantization.scale))), zero_point)
+        return quantization
+
     def result(self, real: Any = None, *, like: Value | None = None) -> dict[str, Any]:
         """Type of the result as the builder takes it; 8-bit parameters fit real numbers, most of them."""
         datatype = self.outs[0]
@@ -114,7 +131,8 @@ class Maker:
         real = real[np.isfinite(real)]
         low, high = float(real.min()), float(real.max())
         # A tenth is cut off, so that saturation is seen as well.
-        return {"datatype": datatype, "quantization": spread(datatype, low * 0.9, max(high * 0.9, low * 0.9 + 0.1))}
+        return {"datatype": datatype,
+                "quantization": self.spread(datatype, low * 0.9, max(high * 0.9, low * 0.9 + 0.1))}
 
     def sums(self, inner: int) -> dict[str, Any]:
         """Type of a result of sums of that many products."""
@@ -160,11 +178,14 @@ class Case:
         self.name, self.op, self.types = made.name, made.op, made.types
         self.terms, self.top, self.feeds = made.terms, made.top, made.feeds
 
-    def arrays(self, seed: int = 1, batch: int | None = None) -> list[np.ndarray]:
-        """Inputs of the graph, of the declared shapes or with another first axis where it is free."""
+    def arrays(self, seed: int = 1, batch: int | None = None, shapes: Sequence[Any] | None = None) -> list[np.ndarray]:
+        """Inputs of the graph: of the declared shapes, with another first axis where it is free, or of given shapes."""
         rng = np.random.default_rng(seed)
-        return [draw(rng, value.datatype, value.shape if batch is None or not free else (batch, *value.shape[1:]), low,
-                     high) for value, low, high, free in self.feeds]
+        if shapes is None:
+            shapes = [value.shape if batch is None or not free else (batch, *value.shape[1:])
+                      for value, _, _, free in self.feeds]
+        return [draw(rng, value.datatype, shape, low, high)
+                for (value, low, high, _), shape in zip(self.feeds, shapes)]
 
     @property
     def has_batch(self) -> bool:
@@ -276,7 +297,7 @@ def convert(m: Maker, *, shape: Sequence[int] = (3, 4, 8), rows: int = 1, low: f
         eye = m.b.constant((np.eye(count) * 64).astype(np.int8), "qcint8", PerChannel(np.full(count, 1 / 64), 0))
         return m.b.fully_connected(quantized, eye, datatype="fp16" if m.ins[0] == "fp16" else "fp32")
     x = m.input(0, shape, low, high)
-    return m.b.convert(x, m.outs[0], spread(m.outs[0], low * 0.8, high * 0.9))
+    return m.b.convert(x, m.outs[0], m.spread(m.outs[0], low * 0.8, high * 0.9))
 
 
 @maker("copy", "softmax")
@@ -433,9 +454,9 @@ def _engine_only(made: Maker) -> tuple[Graph, Node]:
     return Graph([x, out], [node], [x], [out]), node
 
 
-def case(name: str, types: Sequence[str], *, seed: int = 0, **options: Any) -> Case:
+def case(name: str, types: Sequence[str], *, seed: int = 0, wild: bool = False, **options: Any) -> Case:
     """A graph of the operator on those datatypes, inputs then outputs as in its row."""
-    made = Maker(name, types, seed)
+    made = Maker(name, types, seed, wild)
     if name in ENGINE_ONLY:
         return Case(made, *_engine_only(made))
     results = MAKERS[name](made, **options)

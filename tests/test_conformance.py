@@ -10,7 +10,8 @@ import xnnfast as xf
 from xnnfast import Runtime
 
 FOLDER = pathlib.Path(__file__).parents[2] / "shared" / "conformance"
-# Of the largest expected number, by the folder's README. ExecuTorch has a newer XNNPACK: 8-bit nets may differ by a step.
+# Of the largest expected number, by the folder's README. ExecuTorch has a newer XNNPACK, so 8-bit nets may differ by
+# a step.
 TOLERANCE = {"fp32": 1e-5, "fp16": 4e-3, "qs8": 1.5e-2, "qs8_pt": 1.5e-2, "qd8": 2e-2, "qc4w": 2e-2, "qb4w": 2e-2}
 FORMS = ("payload_inline.xnnpack", "payload_buffers.fb", "seed.fb")
 
