@@ -215,7 +215,8 @@ def agree(got: np.ndarray, want: np.ndarray, datatype: str, of: Case | None = No
         return
     if datatype == "bf16":
         steps = np.abs(ordered(got.view(np.uint16)) - ordered(want.view(np.uint16)))
-        assert steps.max() <= 1, f"bf16 results differ by up to {steps.max()} in the last place"
+        # Its reference code rounds in between as well (hardswish).
+        assert steps.max() <= 2, f"bf16 results differ by up to {steps.max()} in the last place"
         return
     if got.dtype.kind in "iu":
         np.testing.assert_array_equal(got, want)
@@ -246,7 +247,8 @@ def tolerances(want: np.ndarray, datatype: str, of: Case | None) -> tuple[float,
         # Sums are made in fp16 where the CPU can.
         return 2e-3, 2e-3 * math.sqrt(max(terms, 1)) * (of.top[0] * of.top[1] if terms else 1)
     if terms:
-        return 0, 1e-6 * math.sqrt(terms) * of.top[0] * of.top[1]
+        # Biases are up to 2, which a small filter is not.
+        return 0, 1e-6 * math.sqrt(terms) * max(of.top[0] * of.top[1], 1)
     return 1e-6, 1e-6
 
 
