@@ -6,6 +6,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 OUT ?= out
+TESTS ?= tests
 PYTEST_FLAGS ?=
 
 BIN := $(VENV)/bin
@@ -17,7 +18,7 @@ SOURCES := pyproject.toml setup.py MANIFEST.in README.md LICENSE $(shell find xn
 .PHONY: help run test lint wheel clean
 help:
 	@echo 'make run    train a classifier of handwritten digits, run it from its graph file ($(OUT)/digits.xnn)'
-	@echo 'make test   run all tests; PYTEST_FLAGS="-k add -x" chooses'
+	@echo 'make test   run all tests; TESTS=tests/test_cli.py and PYTEST_FLAGS="-k add -x" choose'
 	@echo 'make lint   check style and types'
 	@echo 'make wheel  build a wheel into dist/'
 	@echo 'make clean  remove what the other targets made in this folder (the build of XNNPACK is kept elsewhere)'
@@ -25,9 +26,11 @@ help:
 run: $(VENV)/.run
 	$(BIN)/python examples/digits.py --out $(OUT)
 
-# pytest's own script, not python -m pytest: that would put this folder, and with it the uncompiled package, on the path.
+# From inside the environment: in this folder Python, and every Python that a test starts, would find the uncompiled
+# package before the installed one.
 test: $(VENV)/.test
-	XNNFAST_TEST_INSTALLED=1 $(BIN)/pytest $(PYTEST_FLAGS)
+	cd $(VENV) && XNNFAST_TEST_INSTALLED=1 bin/pytest -c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) $(PYTEST_FLAGS) \
+		$(addprefix $(CURDIR)/,$(TESTS))
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
