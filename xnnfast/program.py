@@ -24,6 +24,7 @@ from .containers import (
     XNNPACK_BACKEND,
     DataFile,
     DelegateCall,
+    FreeCall,
     JumpFalseCall,
     KernelCall,
     ListValue,
@@ -56,6 +57,10 @@ Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 #: The values of a method while it runs, by index.
 Env: TypeAlias = list[Any]
 
+#: How many shapes of inputs a dynamic method keeps a merged form for.
+MAX_SHAPES = 8
+#: Where the number of values noted so far is among noted shapes; inputs have the negative numbers above it.
+COUNT = -(1 << 30)
 DYNAMISM = ("static", "bounded", "unbounded")
 LISTS = ("TensorList", "OptionalTensorList")
 
@@ -191,6 +196,10 @@ class Items(NamedTuple):
 Operand: TypeAlias = Fixed | Slot | Items
 
 
+class Unsound(Exception):
+    """What a merged graph takes for granted does not hold for this input."""
+
+
 class Step:
     """One thing that a method does. A call reads and writes the environment and may return where to go on."""
 
@@ -202,6 +211,14 @@ class Step:
     writes: tuple[int, ...]
 
     def __call__(self, env: Env) -> int | None:
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return f"instruction {self.instruction}: {self.title}"
+
+    @property
+    def title(self) -> str:
+        """What the step is, in a few words."""
         raise NotImplementedError
 
 
@@ -245,6 +262,10 @@ class KernelStep(Step):
             None if spec is None or not exact else spec.sizes for spec, exact in zip(specs, _exact(specs))
         )
 
+    @property
+    def title(self) -> str:
+        return f"{self.name} in NumPy"
+
     def __call__(self, env: Env) -> None:
         args = self.fixed.copy()
         for place, index in self.loose:
@@ -286,7 +307,7 @@ class Routed(NamedTuple):
 class GraphStep(Step):
     """A graph in XNNPACK."""
 
-    __slots__ = ("direct", "inputs", "outputs", "runtime", "title")
+    __slots__ = ("direct", "inputs", "name", "outputs", "runtime")
 
     def __init__(
         self, runtime: Runtime, inputs: Sequence[Routed], outputs: Sequence[Routed], title: str, instruction: int
@@ -294,11 +315,15 @@ class GraphStep(Step):
         self.runtime = runtime
         self.inputs = tuple(inputs)
         self.outputs = tuple(outputs)
-        self.title = title
+        self.name = title
         self.instruction = instruction
         self.reads = tuple(each.place for each in inputs)
         self.writes = tuple(each.place for each in outputs)
         self.direct = all(each.change is None for each in (*inputs, *outputs))
+
+    @property
+    def title(self) -> str:
+        return self.name
 
     def __call__(self, env: Env) -> None:
         if self.direct:
@@ -319,6 +344,10 @@ class MoveStep(Step):
         self.instruction = instruction
         self.reads, self.writes = (source,), (target,)
 
+    @property
+    def title(self) -> str:
+        return "a move"
+
     def __call__(self, env: Env) -> None:
         env[self.writes[0]] = env[self.reads[0]]
 
@@ -332,6 +361,10 @@ class JumpStep(Step):
         self.instruction = instruction
         self.target = target
         self.reads, self.writes = (condition,), ()
+
+    @property
+    def title(self) -> str:
+        return f"a jump to {self.target}"
 
     def __call__(self, env: Env) -> int | None:
         condition = env[self.reads[0]]
@@ -352,6 +385,10 @@ class NoStep(Step):
     def __init__(self, instruction: int) -> None:
         self.instruction = instruction
         self.reads = self.writes = ()
+
+    @property
+    def title(self) -> str:
+        return "nothing"
 
     def __call__(self, env: Env) -> None:
         pass
@@ -463,6 +500,9 @@ class Method:
         self.outputs = tuple(self._port(index, name) for index, name in zip(plan.outputs, names))
         self._lock = threading.Lock()
         self._pid = os.getpid()
+        self.reason = ""
+        #: Shapes of the inputs -> the sizes noted at a first call, or the merged form.
+        self._by_shapes: dict[Any, dict[int, tuple[int, ...]] | tuple[Routine, PlanReport]] = {}
         self._graphs: dict[Any, Graph] = {}
         self._runtimes: dict[Graph, Runtime] = {}
         self._constants: dict[int, Array] = {}
@@ -801,7 +841,13 @@ class Method:
             ):
                 raise FormatError(f"output value {index} of method {self.name!r} is written by no instruction")
         return Routine(
-            self, chains, env, self.plan.inputs, outputs, {index: index for index in self.states}, fresh_values(chains)
+            self,
+            chains,
+            env,
+            self.plan.inputs,
+            outputs,
+            {index: (index, index) for index in self.states},
+            fresh_values(chains),
         )
 
     # -- running
@@ -896,9 +942,104 @@ class Method:
         if not self._lock.acquire(blocking=False):
             raise BusyError(f"method {self.name!r} is running in another thread; make one Program per thread")
         try:
-            return self.plain.run(self.take(inputs))
+            taken = self.take(inputs)
+            if not self.program.merge:
+                return self.plain.run(taken)
+            if self.is_dynamic:
+                return self._run_dynamic(taken)
+            merged = self.merged
+            if merged is None:
+                return self.plain.run(taken)
+            try:
+                return merged[0].run(taken)
+            except Unsound:
+                return self.plain.run(taken)
         finally:
             self._lock.release()
+
+    # -- merged
+
+    @cached_property
+    def is_dynamic(self) -> bool:
+        """Whether sizes of some tensor follow from the inputs of a call."""
+        values = self.plan.values
+        return any(isinstance(value := values[index], Tensor) and value.dynamism for index in range(len(values)))
+
+    @cached_property
+    def is_single(self) -> bool:
+        """Whether the method is one call of a delegate and nothing else, which merging can't improve."""
+        work = [each for chain in self.plan.chains for each in chain.instructions if not isinstance(each, FreeCall)]
+        return len(work) == 1 and isinstance(work[0], DelegateCall)
+
+    @cached_property
+    def merged(self) -> tuple[Routine, PlanReport] | None:
+        """The merged form of a method whose sizes are all known; None if it runs as it is written."""
+        return self.merge(None)
+
+    def merge(self, shapes: dict[int, tuple[int, ...]] | None) -> tuple[Routine, PlanReport] | None:
+        from .merge import NotMerged, merge
+
+        self.require_operators()
+        if self.is_single:
+            self.reason = "it is one delegate"
+            return None
+        try:
+            return merge(self, shapes)
+        except NotMerged as reason:
+            self.reason = str(reason)
+            return None
+
+    def _run_dynamic(self, taken: list[Any]) -> tuple[Any, ...]:
+        """Shapes that come again are worth a merged form of their own; those of a first call are noted."""
+        shapes = tuple(x.shape for x in taken if isinstance(x, np.ndarray))
+        known = self._by_shapes.get(shapes)
+        if known is None:
+            if self.is_single:
+                return self.plain.run(taken)
+            if len(self._by_shapes) >= MAX_SHAPES:
+                self._by_shapes.pop(next(iter(self._by_shapes)))
+            noted = {-1 - place: x.shape for place, x in enumerate(taken) if isinstance(x, np.ndarray)}
+            results = self.plain.run(taken, noted)
+            self._by_shapes[shapes] = noted
+            return results
+        if isinstance(known, dict):
+            known = self._by_shapes[shapes] = self.merge(known) or (self.plain, self.plain_report)
+        try:
+            return known[0].run(taken)
+        except Unsound:
+            return self.plain.run(taken)
+
+    @cached_property
+    def plain_report(self) -> PlanReport:
+        """What runs when nothing is merged."""
+        steps = [step for chain in self.plain.chains for step in chain if not isinstance(step, NoStep)]
+        graphs = sum(isinstance(step, GraphStep) for step in steps)
+        kernels = sum(isinstance(step, KernelStep) for step in steps)
+        return PlanReport(self.name, graphs, kernels, 0, 0, graphs, False, self.reason, tuple(map(str, steps)))
+
+    def prepare(self) -> None:
+        if self.is_dynamic or not self.program.merge or self.merged is None:
+            self.plain  # noqa: B018 - made on first use
+
+    def report(self) -> PlanReport:
+        if not self.program.merge:
+            self.reason = "merge=False"
+            return self.plain_report
+        if not self.is_dynamic:
+            return self.plain_report if self.merged is None else self.merged[1]
+        for known in reversed(list(self._by_shapes.values())):
+            if not isinstance(known, dict):
+                return known[1]
+        # Without a call to go by, the sizes are those that the program declares.
+        taken = [
+            port.value if port.kind != "Tensor" else np.zeros(port.shape or (), port.dtype) for port in self.inputs
+        ]
+        noted = {-1 - place: x.shape for place, x in enumerate(taken) if isinstance(x, np.ndarray)}
+        states = dict(self.state)
+        self.plain.run(taken, noted)
+        self.state = states
+        merged = self.merge(noted)
+        return self.plain_report if merged is None else merged[1]
 
 
 def fresh_values(chains: Sequence[Sequence[Step]]) -> frozenset[int]:
@@ -924,7 +1065,7 @@ class Routine:
         env: Env,
         inputs: Sequence[int],
         outputs: Sequence[int],
-        states: dict[int, int],
+        states: dict[int, tuple[int, int]],
         fresh: frozenset[int],
     ) -> None:
         self.method = method
@@ -932,11 +1073,11 @@ class Routine:
         self.env = env
         self.inputs = tuple(inputs)
         self.outputs = tuple(outputs)
-        #: Index in the program -> where its last content is after a run.
+        #: Index in the program -> where its content is before and after a run.
         self.states = states
         self.jumps = any(isinstance(step, JumpStep) for chain in chains for step in chain)
         # Of what is handed out, everything that somebody else might see change is copied.
-        kept = set(states.values())
+        kept = {place for pair in states.values() for place in pair}
         seen: set[int] = set()
         self.copied = []
         for place, index in enumerate(self.outputs):
@@ -948,7 +1089,7 @@ class Routine:
     def _with_ends(self) -> list[tuple[Step, tuple[int, ...]]]:
         """Every step with the values that nobody needs after it."""
         steps = [step for chain in self.chains for step in chain if not isinstance(step, NoStep)]
-        kept = {*self.outputs, *self.states.values()}
+        kept = {*self.outputs, *(end for _, end in self.states.values())}
         last: dict[int, int] = {}
         for place, step in enumerate(steps):
             for index in (*step.reads, *step.writes):
@@ -959,18 +1100,21 @@ class Routine:
                 ends[place].append(index)
         return [(step, tuple(indices)) for step, indices in zip(steps, ends)]
 
-    def run(self, inputs: list[Any]) -> tuple[Any, ...]:
+    def run(self, inputs: list[Any], noted: dict[int, tuple[int, ...]] | None = None) -> tuple[Any, ...]:
+        """One call. ``noted`` receives the shapes of what steps write, counted from 0 in the order of writing."""
         env = self.env.copy()
         for index, array in zip(self.inputs, inputs):
             env[index] = array
         method = self.method
-        for index in self.states:
-            env[index] = method.state[index] if index in method.state else method.initial(index)
+        for index, (start, _) in self.states.items():
+            env[start] = method.state[index] if index in method.state else method.initial(index)
         step: Step | None = None
         try:
             if not self.jumps:
                 for step, ends in self.straight:
                     step(env)
+                    if noted is not None:
+                        _note(step, env, noted)
                     for index in ends:
                         env[index] = None
             else:
@@ -991,9 +1135,18 @@ class Routine:
         for place in self.copied:
             if isinstance(results[place], np.ndarray):
                 results[place] = results[place].copy()
-        for index, slot in self.states.items():
-            method.state[index] = env[slot]
+        for index, (_, end) in self.states.items():
+            method.state[index] = env[end]
         return tuple(results)
+
+
+def _note(step: Step, env: Env, noted: dict[int, tuple[int, ...]]) -> None:
+    if isinstance(step, (KernelStep, GraphStep)):
+        count = noted.setdefault(COUNT, (0,))[0]
+        for place, index in enumerate(step.writes):
+            if isinstance(env[index], np.ndarray):
+                noted[count + place] = env[index].shape
+        noted[COUNT] = (count + len(step.writes),)
 
 
 def _place(call: Undelegated) -> str:
@@ -1140,6 +1293,22 @@ class Program:
             Another thread is running the method.
         """
         return self.method(method).run(inputs)
+
+    def plan(self, method: str = "forward") -> PlanReport:
+        """What runs when a method is called: how many graphs of XNNPACK, how many operators in NumPy, and which.
+
+        It prepares the method. A method with dynamic sizes is merged anew for shapes that come twice; the report is
+        about the latest of them, or about the declared sizes if there are none yet.
+        """
+        return self.method(method).report()
+
+    def prepare(self, method: str = "forward") -> None:
+        """Do now what the first run would do before it runs."""
+        self.method(method).prepare()
+
+    def reset(self, method: str = "forward") -> None:
+        """Give the tensors that keep their content from call to call the content that they had at first."""
+        self.method(method).state.clear()
 
     def close(self) -> None:
         """Free everything now; later calls raise ClosedError."""

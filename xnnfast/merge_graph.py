@@ -1,0 +1,429 @@
+"""A graph that grows: what merging joins into one, before it becomes a Graph.
+
+In come graphs of delegates, nodes one by one and arrays of the program; out comes a Graph whose externals are
+values of the program. Values of the program are named by number, as module merge numbers them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from . import shapes as _shapes
+from ._graph import Constant, Graph, Node, Value
+from ._runtime import empty
+from .lower import lower
+from .ops import OPS, Refusal, check_op
+from .quantization import PerTensor
+
+if TYPE_CHECKING:
+    from .caps import Limits
+    from .quantization import Quantization
+
+Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+Shape: TypeAlias = tuple[int, ...]
+
+KEEP_DIMS = 0x40
+
+#: What XNNPACK computes with, by NumPy's name.
+DATATYPES = {"float32": "fp32", "float16": "fp16"}
+
+
+class Conflict(Exception):
+    """A graph can't be joined to what is there already: one value would need two types."""
+
+
+class Form(NamedTuple):
+    """How a value of the program lies in a graph."""
+
+    #: Dimensions from outermost to innermost.
+    order: tuple[int, ...]
+    datatype: str
+    quantization: Quantization | None = None
+
+
+class External(NamedTuple):
+    """An input or output of the finished graph."""
+
+    #: Number of the program's value.
+    number: int
+    order: tuple[int, ...]
+
+
+class Maker:
+    """Values and nodes of a graph in the making. A node may be added once its inputs are there."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.values: dict[int, Value] = {}
+        self.nodes: list[Node] = []
+        #: Value id -> the value of the program that it takes in.
+        self.inputs: dict[int, External] = {}
+        #: Program's value -> the forms in which it is here.
+        self.forms: dict[int, list[tuple[Form, int]]] = {}
+        self.made: set[int] = set()
+        #: Values somebody looks at, see :func:`narrow`.
+        self.watched: dict[int, bool] = {}
+        self._scalars: dict[tuple[float, str], int] = {}
+
+    # -- values
+
+    def add(self, datatype: str, shape: Shape, *, quantization: Any = None, constant: Constant | None = None) -> int:
+        """The id of a new value."""
+        id = len(self.values)
+        self.values[id] = Value(id, datatype, shape, quantization=quantization, constant=constant)
+        return id
+
+    def shape(self, id: int) -> Shape:
+        shape: Shape = self.values[id].shape
+        return shape
+
+    def constant(self, array: Array, datatype: str = "fp32") -> int:
+        """A constant in memory of its own."""
+        held = empty(array.shape or (1,), datatype)
+        held[...] = array
+        return self.add(datatype, held.shape, constant=Constant(held))
+
+    def scalar(self, number: float, datatype: str = "fp32") -> int:
+        """A constant of one element, made once."""
+        known = (number, datatype)
+        if known not in self._scalars:
+            self._scalars[known] = self.constant(np.asarray([number]), datatype)
+        return self._scalars[known]
+
+    def take(self, number: int, form: Form) -> int:
+        """A value of the program in the form that a graph needs; Conflict if it is here with another type."""
+        forms = self.forms.setdefault(number, [])
+        for known, id in forms:
+            if known == form:
+                return id
+        for known, id in forms:
+            if known[1:] == form[1:]:
+                # Same elements in another order of dimensions.
+                perm = tuple(known.order.index(axis) for axis in form.order)
+                moved = self.node("static_transpose", (id,), attrs={"perm": perm})
+                forms.append((form, moved))
+                return moved
+        if number in self.made:
+            raise Conflict
+        new = self.source.constant(self, number, form)
+        if new is None:
+            new = self.add(form.datatype, self.source.shape(number, form.order), quantization=form.quantization)
+            self.inputs[new] = External(number, form.order)
+        forms.append((form, new))
+        return new
+
+    def give(self, number: int, order: tuple[int, ...], id: int) -> None:
+        """Value ``id`` is a value of the program."""
+        value = self.values[id]
+        self.forms.setdefault(number, []).append((Form(order, value.datatype, value.quantization), id))
+        self.made.add(number)
+
+    # -- nodes
+
+    def node(
+        self,
+        name: str,
+        inputs: Sequence[int | None],
+        *,
+        datatype: str | None = None,
+        attrs: Mapping[str, Any] | None = None,
+        flags: int = 0,
+        clamp: tuple[float, float] | None = None,
+    ) -> int:
+        """Add a node of one output; the id of that. Refusal if XNNPACK would not compute it."""
+        op = OPS[name]
+        ins = [None if id is None else self.values[id] for id in inputs]
+        node = Node(op, inputs, (len(self.values),), attrs, flags=flags, clamp=clamp, index=len(self.nodes))
+        (shape,) = op.shape(node, [None if value is None else value.shape for value in ins])
+        first = next(value for value in ins if value is not None)
+        id = self.add(datatype or first.datatype, shape, quantization=None if datatype else first.quantization)
+        check_op(node, ins, [self.values[id]])
+        self.nodes.append(node)
+        return id
+
+    def inline(
+        self, graph: Graph, takes: Sequence[tuple[int, tuple[int, ...]]], gives: Sequence[tuple[int, tuple[int, ...]]]
+    ) -> dict[int, int]:
+        """Add all of a graph, its externals being values of the program; new id by old.
+
+        It is added as lowering leaves it, which fits any sizes that the graph permits.
+        """
+        lowered = lower(graph)
+        if lowered.scratch or any(node.op.name == "argmax_pooling2d" for node in lowered.nodes):
+            # Its indices have another type in the program than in the graph.
+            raise Conflict
+        ids: dict[int, int] = {}
+        for (number, order), value in zip(takes, graph.inputs):
+            if value.quantization is not None and not isinstance(value.quantization, PerTensor):
+                raise Conflict
+            ids[value.id] = self.take(number, Form(order, value.datatype, value.quantization))
+        inferred = _shapes.infer(lowered, {value.id: self.shape(ids[value.id]) for value in graph.inputs})
+        for old, value in lowered.values.items():
+            if old not in ids:
+                ids[old] = self.add(
+                    value.datatype, inferred[old], quantization=value.quantization, constant=value.constant
+                )
+        for node in lowered.nodes:
+            inputs = tuple(None if id is None else ids[id] for id in node.inputs)
+            outputs = tuple(ids[id] for id in node.outputs)
+            self.nodes.append(node.replace(inputs=inputs, outputs=outputs, index=len(self.nodes)))
+        for (number, order), id in zip(gives, lowered.outputs):
+            self.give(number, order, ids[id])
+        return ids
+
+    # -- the end
+
+    def finish(self, outputs: Sequence[int], *, source: str, owner: Any, limits: Limits) -> Graph:
+        """The graph with these value ids as its outputs, which must be different and computed here."""
+        used = {id for node in self.nodes for id in (*node.inputs, *node.outputs) if id is not None}
+        used.update(outputs)
+        inputs = [id for id in self.inputs if id in used]
+        external = {id: number for number, id in enumerate(dict.fromkeys((*inputs, *outputs)))}
+        values = {}
+        for id in sorted(used):
+            value = self.values[id]
+            if id in external:
+                value = value.replace(external_id=external[id], is_input=id in self.inputs, is_output=id in outputs)
+            values[id] = value
+        return Graph(
+            values.values(),
+            [node.replace(index=index) for index, node in enumerate(self.nodes)],
+            [values[id] for id in inputs],
+            [values[id] for id in outputs],
+            container="memory",
+            source=source,
+            owner=owner,
+            limits=limits,
+        )
+
+    def plain_output(self, id: int, others: Iterable[int]) -> int:
+        """A value with the same elements that can be an output: computed by a node, and no other output."""
+        if id in self.inputs or self.values[id].constant is not None or id in others:
+            return self.node("copy", (id,))
+        return id
+
+
+class Source:
+    """What a Maker needs to know of the program."""
+
+    def shape(self, number: int, order: tuple[int, ...]) -> Shape:
+        """Shape of a value in memory; a scalar is one element of rank 1."""
+        raise NotImplementedError
+
+    def constant(self, maker: Maker, number: int, form: Form) -> int | None:
+        """A value that never changes as a constant of the graph; None if it does."""
+        raise NotImplementedError
+
+
+# ---------------------------------------------------------------------------------------------------
+# Computing only what is asked for
+
+
+def narrow(maker: Maker, outputs: Sequence[int], watched: dict[int, bool]) -> list[int]:
+    """Move slices toward the inputs, so that what they leave out is not computed; the new outputs.
+
+    A value all of whose readers take the same slice need not be computed beyond it. ``watched`` are values that
+    somebody looks at without caring how much of them there is; those that shrink are renamed in it.
+    """
+    return _Narrowing(maker, outputs, watched).run()
+
+
+class _Narrowing:
+    def __init__(self, maker: Maker, outputs: Sequence[int], watched: dict[int, bool]) -> None:
+        self.maker = maker
+        self.outputs = list(outputs)
+        self.watched = watched
+
+    def run(self) -> list[int]:
+        maker = self.maker
+        while self._once():
+            pass
+        _sort(maker)
+        return self.outputs
+
+    def _once(self) -> bool:
+        maker = self.maker
+        readers: dict[int, list[Node]] = {}
+        producers: dict[int, Node] = {}
+        for node in maker.nodes:
+            producers[node.outputs[0]] = node
+            for id in node.inputs:
+                if id is not None:
+                    readers.setdefault(id, []).append(node)
+        for node in maker.nodes:
+            if node.op.name != "static_slice":
+                continue
+            source = node.inputs[0]
+            assert source is not None
+            producer = producers.get(source)
+            if producer is None or source in self.outputs or len(producer.outputs) != 1:
+                continue
+            shape = maker.shape(source)
+            cut = _cut(node, shape)
+            others = readers[source]
+            if any(other.op.name != "static_slice" or _cut(other, shape) != cut for other in others):
+                continue
+            count = len(maker.nodes)
+            try:
+                sliced = self._sliced(producer, cut)
+            except Refusal:
+                # Such as rows that are quantized together.
+                sliced = None
+            if sliced is None:
+                del maker.nodes[count:]
+                continue
+            # All these slices are the producer's new, smaller output.
+            replaced = {other.outputs[0]: sliced for other in others}
+            drop = (*others, producer)
+            maker.nodes = [_renamed(each, replaced) for each in maker.nodes if not any(each is other for other in drop)]
+            self.outputs = self._outputs(replaced)
+            if source in self.watched:
+                self.watched[sliced] = self.watched.pop(source)
+            for forms in maker.forms.values():
+                forms[:] = [(form, replaced.get(id, id)) for form, id in forms if id != source]
+            return True
+        return False
+
+    def _outputs(self, replaced: dict[int, int]) -> list[int]:
+        outputs: list[int] = []
+        for id in self.outputs:
+            new = replaced.get(id, id)
+            outputs.append(self.maker.node("copy", (new,)) if new in outputs else new)
+        return outputs
+
+    def _sliced(self, node: Node, cut: tuple[Shape, Shape]) -> int | None:
+        """The node's output cut, computed from cut inputs; None if that is not possible."""
+        maker = self.maker
+        name = node.op.name
+        out = maker.shape(node.outputs[0])
+        offsets, sizes = cut
+        axes = [axis for axis, size in enumerate(sizes) if size != out[axis]]
+        inputs: list[int | None] = list(node.inputs)
+        shapes = [() if id is None else maker.shape(id) for id in inputs]
+        attrs = dict(node.attrs)
+        rank = len(out)
+        if node.op.call == "xnn_define_unary" or name in ("copy", "softmax", "static_reduce", "fully_connected"):
+            if maker.values[node.outputs[0]].datatype == "qdint8" or (
+                name in ("softmax", "fully_connected") and rank - 1 in axes
+            ):
+                return None
+            if name == "static_reduce":
+                reduced = {axis % len(shapes[0]) for axis in attrs["reduction_axes"]}
+                if not node.flags & KEEP_DIMS or reduced & set(axes):
+                    return None
+                offsets = tuple(0 if axis in reduced else offset for axis, offset in enumerate(offsets))
+                sizes = tuple(shapes[0][axis] if axis in reduced else size for axis, size in enumerate(sizes))
+            if name == "fully_connected":
+                if node.flags & ~1 or len(shapes[0]) != rank:
+                    return None
+                offsets, sizes = (*offsets[:-1], 0), (*sizes[:-1], shapes[0][-1])
+            inputs[0] = self._slice(inputs[0], offsets, sizes)
+        elif node.op.call == "xnn_define_binary":
+            for place, shape in enumerate(shapes):
+                inputs[place] = self._aligned(inputs[place], shape, rank, offsets, sizes)
+        elif name == "batch_matrix_multiply":
+            transposed = bool(node.flags & 1)
+            for place, shape in enumerate(shapes):
+                part = self._batch(shape, rank, offsets, sizes)
+                if place == 0:
+                    part[-2] = (offsets[-2], sizes[-2])
+                else:
+                    part[-2 if transposed else -1] = (offsets[-1], sizes[-1])
+                inputs[place] = self._slice(inputs[place], *map(tuple, zip(*part)))
+        elif name == "static_transpose":
+            perm = attrs["perm"]
+            back = [perm.index(axis) for axis in range(rank)]
+            inputs[0] = self._slice(
+                inputs[0], tuple(offsets[axis] for axis in back), tuple(sizes[axis] for axis in back)
+            )
+        elif name == "static_slice":
+            start = tuple(a + b for a, b in zip(attrs["offsets"], offsets))
+            attrs = {"offsets": start, "sizes": sizes}
+        elif name in ("static_reshape", "static_reshape_rows"):
+            moved = _through_reshape(shapes[0], out, offsets, sizes)
+            if moved is None:
+                return None
+            inputs[0] = self._slice(inputs[0], *moved)
+            name, attrs = "static_reshape", {"new_shape": sizes}
+        else:
+            return None
+        before = maker.values[node.outputs[0]]
+        op = OPS[name]
+        made = node.replace(op=op, inputs=tuple(inputs), outputs=(len(maker.values),), attrs=attrs)
+        (shape,) = op.shape(made, [None if id is None else maker.shape(id) for id in inputs])
+        id = maker.add(before.datatype, shape, quantization=before.quantization)
+        check_op(made, [None if id is None else maker.values[id] for id in inputs], [maker.values[id]])
+        maker.nodes.append(made)
+        return id
+
+    def _aligned(self, id: int | None, shape: Shape, rank: int, offsets: Shape, sizes: Shape) -> int | None:
+        """A broadcast operand cut where it is not stretched."""
+        part = self._batch(shape, rank, offsets, sizes)
+        return self._slice(id, *map(tuple, zip(*part))) if part else id
+
+    @staticmethod
+    def _batch(shape: Shape, rank: int, offsets: Shape, sizes: Shape) -> list[tuple[int, int]]:
+        lead = rank - len(shape)
+        return [(0, dim) if dim == 1 else (offsets[lead + axis], sizes[lead + axis]) for axis, dim in enumerate(shape)]
+
+    def _slice(self, id: int | None, offsets: Any, sizes: Any) -> int:
+        maker = self.maker
+        assert id is not None
+        value = maker.values[id]
+        if tuple(sizes) == value.shape:
+            return id
+        if value.constant is not None and value.quantization is None:
+            part = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes))
+            return maker.constant(value.array()[part], value.datatype)
+        return maker.node("static_slice", (id,), attrs={"offsets": tuple(offsets), "sizes": tuple(sizes)})
+
+
+def _cut(node: Node, shape: Shape) -> tuple[Shape, Shape]:
+    # A size of 0 is the whole dimension.
+    return tuple(node.attrs["offsets"]), tuple(size or dim for size, dim in zip(node.attrs["sizes"], shape))
+
+
+def _renamed(node: Node, names: Mapping[int, int]) -> Node:
+    if not any(id in names for id in node.inputs):
+        return node
+    return node.replace(inputs=tuple(None if id is None else names.get(id, id) for id in node.inputs))
+
+
+def _through_reshape(before: Shape, after: Shape, offsets: Shape, sizes: Shape) -> tuple[Shape, Shape] | None:
+    """A cut behind a reshape as a cut in front of it: each cut dimension must be one there too."""
+    start = [0] * len(before)
+    extent = list(before)
+    for axis, (dim, offset, size) in enumerate(zip(after, offsets, sizes)):
+        if size == dim:
+            continue
+        outer = int(np.prod(after[:axis], dtype=np.int64))
+        for place, other in enumerate(before):
+            if other == dim and int(np.prod(before[:place], dtype=np.int64)) == outer:
+                start[place], extent[place] = offset, size
+                break
+        else:
+            return None
+    return tuple(start), tuple(extent)
+
+
+def _sort(maker: Maker) -> None:
+    """Put the nodes in running order: new ones were added at the end."""
+    waiting = list(maker.nodes)
+    computed = {id for node in waiting for id in node.outputs}
+    done: set[int] = set()
+    ordered: list[Node] = []
+    while waiting:
+        rest = []
+        for node in waiting:
+            if all(id is None or id in done or id not in computed for id in node.inputs):
+                ordered.append(node)
+                done.update(node.outputs)
+            else:
+                rest.append(node)
+        if len(rest) == len(waiting):
+            raise Refusal("nodes in a cycle")
+        waiting = rest
+    maker.nodes = ordered
