@@ -689,3 +689,38 @@ def test_empty_takes_datatypes_and_dtypes():
         xnnfast.empty(3, "qcint4")
     with pytest.raises(ShapeError):
         xnnfast.empty((-1, 2))
+
+
+def test_fork_while_another_thread_creates():
+    # The packed weights' lock is held by a thread that the child does not have.
+    rng = np.random.default_rng(0)
+    filters = [rng.standard_normal((512, 512), F) for _ in range(8)]
+
+    def graph():
+        b = GraphBuilder()
+        x = b.input((1, 512))
+        for w in filters:
+            x = b.fully_connected(x, w)
+        b.output(x)
+        return b.graph()
+
+    shared = graph()
+    x = rng.standard_normal((1, 512), F)
+    want = Runtime(graph()).run(x)[0]
+    started = threading.Event()
+
+    def work():
+        started.set()
+        Runtime(shared)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    started.wait()
+    assert in_child(lambda: np.array_equal(Runtime(shared).run(x)[0], want)) == 0
+    thread.join()
+    np.testing.assert_array_equal(Runtime(shared).run(x)[0], want)
+
+
+def test_a_graph_is_not_pickled_by_accident():
+    with pytest.raises(TypeError, match="send the path"):
+        pickle.dumps(unary())

@@ -290,6 +290,11 @@ cdef class Graph:
         """A dict in which other modules keep what they derived from this graph."""
         return self._caches
 
+    def __reduce__(self):
+        raise TypeError(
+            f"a Graph can't be pickled, its constants lie in a map of {self.source}: send the path and load it there"
+        )
+
     def __repr__(self):
         used, total = self.zero_copy
         return (f"Graph(dialect={self.dialect!r}, container={self.container!r}, nodes={len(self.nodes)}, "

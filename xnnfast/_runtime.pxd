@@ -36,10 +36,13 @@ cdef struct PackedState:
 cdef class PackedWeights:
     cdef xnn_weights_cache_provider provider
     cdef PackedState state
-    cdef readonly object lock
+    # Held during a creation; take it through acquire(), which knows about forks.
+    cdef object lock
+    cdef unsigned generation
     # The mapped cache file that entries point into.
     cdef object file
     cdef object __weakref__
+    cdef object acquire(self)
     cdef int attach(self, object payload, list entries, list addresses) except -1
     cdef list export(self)
     cdef void begin(self) noexcept nogil

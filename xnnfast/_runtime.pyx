@@ -218,6 +218,7 @@ cdef class PackedWeights:
             raise MemoryError
         self.state.capacity = capacity
         self.lock = threading.Lock()
+        self.generation = xf_fork_generation
         self.provider.context = <void*> &self.state
         self.provider.look_up = packed_look_up
         self.provider.reserve_space = packed_reserve
@@ -254,6 +255,15 @@ cdef class PackedWeights:
     def misses(self):
         """How often a weight had to be packed."""
         return self.state.misses
+
+    cdef object acquire(self):
+        """The lock, to be entered. In a forked child it may be held by a thread that does not exist there,
+        in the middle of a creation: what that had finished stays good, the rest is forgotten."""
+        if self.generation != xf_fork_generation:
+            self.generation = xf_fork_generation
+            self.lock = threading.Lock()
+            self.state.reserved = NULL
+        return self.lock
 
     cdef int attach(self, object payload, list entries, list addresses) except -1:
         """Take the entries of a cache file, as if the first creation had made them."""
@@ -396,6 +406,15 @@ cdef bint _initialized = False
 _initialize_lock = threading.Lock()
 
 
+def _new_lock():
+    # A thread that held it when the process forked does not exist in the child.
+    global _initialize_lock
+    _initialize_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_new_lock)
+
+
 cdef int initialize() except -1:
     """xnn_initialize once per process, with no allocator: the first caller's would be kept for ever."""
     global _initialized
@@ -523,7 +542,7 @@ cdef class Engine:
             if status != xnn_status_success:
                 raise xnnpack_error("xnn_create_workspace", status)
             if packed is not None:
-                with packed.lock:
+                with packed.acquire():
                     packed.begin()
                     with nogil:
                         status = xnn_create_runtime_v4(subgraph, &packed.provider, self.workspace, threads, flags | NO_FUSION, &self.rt)
@@ -837,7 +856,7 @@ cdef class Runtime:
         from .weights_cache import WeightsCache
 
         cache = where if isinstance(where, WeightsCache) else WeightsCache(where)
-        with self.packed.lock:
+        with self.packed.acquire():
             fresh = self.packed.state.count == 0
             opened = cache.open(self.lowered, self.flags) if fresh else None
             if opened is not None:
@@ -848,7 +867,7 @@ cdef class Runtime:
         elif not fresh:
             self.weights_cache = "shared"
         else:
-            with self.packed.lock:
+            with self.packed.acquire():
                 refused = cache.save(self.lowered, self.flags, self.packed.export())
             self.weights_cache = "saved" if refused is None else f"not saved: {refused}"
         return 0
