@@ -2,6 +2,7 @@
 
 XNNPACK is linked statically, and into ``_runtime`` alone: a second copy would carry a second set of
 its globals. Environment variables: ``XNNFAST_DEBUG=1`` builds with bounds checks and assertions;
+``XNNFAST_SANITIZE=address,undefined`` compiles our modules, not XNNPACK, with those sanitizers of the compiler;
 those of vendor/XNNPACK/build.py choose where sources come from and where builds are kept.
 """
 
@@ -19,6 +20,7 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 DEBUG = os.environ.get("XNNFAST_DEBUG") == "1"
+SANITIZE = os.environ.get("XNNFAST_SANITIZE", "")
 READERS = ["_payload", "_flatbuf", "_graph", "_reader"]
 RUNTIME = "_runtime"
 #: Drives engines of the runtime: it includes XNNPACK's headers and links nothing of it.
@@ -37,13 +39,17 @@ def load(name: str, path: Path) -> ModuleType:
 
 def compile_args() -> list[str]:
     args = ["-fvisibility=hidden", f"-ffile-prefix-map={ROOT}=."]
+    if SANITIZE:
+        # A finding ends the process: nothing reads a log.
+        args += [f"-fsanitize={SANITIZE}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g"]
     return args + (["-O1", "-g"] if DEBUG else ["-O2", "-DNDEBUG"])
 
 
 def link_args() -> list[str]:
     if sys.platform == "darwin":
         return []
-    return ["-Wl,--exclude-libs,ALL", "-Wl,--gc-sections"] + ([] if DEBUG else ["-Wl,-s"])
+    sanitize = [f"-fsanitize={SANITIZE}"] if SANITIZE and "no-link" not in SANITIZE else []
+    return ["-Wl,--exclude-libs,ALL", "-Wl,--gc-sections", *sanitize] + ([] if DEBUG or SANITIZE else ["-Wl,-s"])
 
 
 def write_build_info(info: dict[str, object]) -> None:
