@@ -490,6 +490,7 @@ cdef class Crew:
         cdef Engine engine
         cdef object engines = self.engines[member]
         shapes = self.shapes(variant, count)
+        _shapes.check_workspace(self.lowered, shapes, self.lowered.graph.limits.max_workspace)
         pattern = broadcast_pattern(self.lowered, shapes)
         engine = engines.get(pattern)
         self.job.slot[member].engine = NULL

@@ -41,6 +41,7 @@ def verify(
     closed: bool = False,
     max_depth: int = ...,
     max_tables: int = ...,
+    max_shared: int = ...,
 ) -> FlatBuffer: ...
 
 class Table:

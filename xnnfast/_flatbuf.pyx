@@ -16,6 +16,7 @@ from .errors import ArgumentError, FormatError, LimitError
 MAX_NBYTES = 2**31 - 1
 MAX_DEPTH = 64
 MAX_TABLES = 1_000_000
+MAX_SHARED = 1 << 20
 
 cdef enum:
     # No schema of ours nests deeper than about ten tables; the recursion below must stay small.
@@ -50,6 +51,7 @@ cdef enum Fault:
     FAULT_SLOT
     FAULT_DEPTH
     FAULT_TABLES
+    FAULT_SHARED
 
 KINDS = {
     "scalar": SCALAR, "string": STRING, "vector_scalar": VECTOR_SCALAR, "vector_table": VECTOR_TABLE,
@@ -159,6 +161,8 @@ cdef struct Walk:
     int* members
     int max_depth
     uint64_t tables_left
+    # Bytes that may still be referred to. Without sharing they can't be more than the file has.
+    uint64_t bytes_left
     int depth
     Frame frames[DEPTH_CEILING + 1]
     Fault fault
@@ -173,6 +177,13 @@ cdef int fail(Walk* walk, Fault fault, uint64_t at, int64_t found, int64_t need)
     walk.found = found
     walk.need = need
     return -1
+
+
+cdef inline int charge(Walk* walk, uint64_t at, uint64_t nbytes) noexcept nogil:
+    if nbytes > walk.bytes_left:
+        return fail(walk, FAULT_SHARED, at, 0, 0)
+    walk.bytes_left -= nbytes
+    return 0
 
 
 cdef int verify_reference(Walk* walk, uint64_t at, uint64_t* target) noexcept nogil:
@@ -195,7 +206,7 @@ cdef int verify_elements(Walk* walk, uint64_t vector, uint64_t width) noexcept n
         return fail(walk, FAULT_VECTOR, vector, <int64_t> (walk.size - vector - 4), <int64_t> (count * width))
     if count and (vector + 4) & (width - 1):
         return fail(walk, FAULT_ALIGNMENT, vector, <int64_t> (vector + 4), <int64_t> width)
-    return 0
+    return charge(walk, vector, 4 + count * width)
 
 
 cdef int verify_string(Walk* walk, uint64_t string) noexcept nogil:
@@ -204,7 +215,7 @@ cdef int verify_string(Walk* walk, uint64_t string) noexcept nogil:
         return fail(walk, FAULT_VECTOR, string, <int64_t> (walk.size - string - 4), <int64_t> length + 1)
     if walk.base[string + 4 + length]:
         return fail(walk, FAULT_NUL, string + 4 + length, walk.base[string + 4 + length], 0)
-    return 0
+    return charge(walk, string, 5 + length)
 
 
 cdef int verify_table(Walk* walk, int table, uint64_t at) noexcept nogil:
@@ -233,6 +244,8 @@ cdef int verify_table(Walk* walk, int table, uint64_t at) noexcept nogil:
         return fail(walk, FAULT_VTABLE_SIZE, <uint64_t> vtable, <int64_t> vtable_size, 0)
     if table_size < 4 or at + table_size > walk.size:
         return fail(walk, FAULT_TABLE_SIZE, at, <int64_t> table_size, 0)
+    if charge(walk, at, table_size):
+        return -1
     slots = <int> ((vtable_size - 4) >> 1)
     if shape.closed:
         for slot in range(shape.count, slots):
@@ -338,7 +351,7 @@ cdef object fault_path(Schema schema, Walk* walk):
     return "".join(parts)
 
 
-cdef object fault_error(FlatBuffer buffer, Walk* walk, object max_tables):
+cdef object fault_error(FlatBuffer buffer, Walk* walk, object max_tables, object max_shared):
     cdef Schema schema = buffer.schema
     cdef Frame* frame = &walk.frames[walk.depth]
     found, need, size = walk.found, walk.need, walk.size
@@ -381,6 +394,10 @@ cdef object fault_error(FlatBuffer buffer, Walk* walk, object max_tables):
     elif walk.fault == FAULT_DEPTH:
         return LimitError(f"tables nest deeper than {found} - at {path}, offset {at:#x}; max_depth of Limits raises "
                           "the limit")
+    elif walk.fault == FAULT_SHARED:
+        return LimitError(f"need at most {2 * size + max_shared} bytes of tables, vectors and strings in {size} bytes of "
+                          f"flatbuffer, each counted as often as it is referred to, found more - at {path}, offset "
+                          f"{at:#x}; max_shared of Limits raises the limit")
     else:
         return LimitError(f"need at most {max_tables} tables in a flatbuffer, found more - at {path}, offset "
                           f"{at:#x}; max_tables of Limits raises the limit")
@@ -406,7 +423,7 @@ cdef class FlatBuffer:
 
 
 def verify(Payload payload not None, Py_ssize_t offset, Py_ssize_t nbytes, str key not None, *, bint closed=False,
-           int max_depth=MAX_DEPTH, max_tables=MAX_TABLES):
+           int max_depth=MAX_DEPTH, max_tables=MAX_TABLES, max_shared=MAX_SHARED):
     """A FlatBuffer over ``payload[offset:offset + nbytes]`` after a check of every offset in it.
 
     Alignment is judged from the flatbuffer's own start, wherever that lies in memory. A writable payload's
@@ -417,7 +434,8 @@ def verify(Payload payload not None, Py_ssize_t offset, Py_ssize_t nbytes, str k
     FormatError
         With path and offset of the first fault.
     LimitError
-        Tables nest deeper than ``max_depth`` or are more than ``max_tables``, counted once per reference.
+        Tables nest deeper than ``max_depth`` or are more than ``max_tables``, counted once per reference, or all
+        that is referred to is more than twice the flatbuffer and ``max_shared`` bytes.
     """
     cdef FlatBuffer self = FlatBuffer.__new__(FlatBuffer)
     cdef Walk walk
@@ -446,6 +464,7 @@ def verify(Payload payload not None, Py_ssize_t offset, Py_ssize_t nbytes, str k
     walk.members = self.schema.members
     walk.max_depth = max_depth
     walk.tables_left = max_tables
+    walk.bytes_left = 2 * walk.size + <uint64_t> max_shared
     walk.depth = 0
     walk.fault = FAULT_NONE
     walk.frames[0].field = -1
@@ -457,7 +476,7 @@ def verify(Payload payload not None, Py_ssize_t offset, Py_ssize_t nbytes, str k
         with nogil:
             status = verify_table(&walk, self.schema.root, root)
     if status:
-        raise fault_error(self, &walk, max_tables)
+        raise fault_error(self, &walk, max_tables, max_shared)
     self.root_at = root
     return self
 

@@ -48,5 +48,6 @@ cdef class Graph:
     cdef readonly dict producers
     cdef dict _by_id
     cdef readonly object owner
+    cdef readonly object limits
     cdef object _caches
     cdef object __weakref__

@@ -234,10 +234,13 @@ cdef class Graph:
         Value id -> Node that writes it.
     owner : object
         Keeps the bytes of the constants alive.
+    limits : Limits
+        Caps on what the graph may ask for, here and when it runs.
     """
 
     def __init__(self, values, nodes, inputs, outputs, *, str dialect="xn01", str container="memory", str version="",
                  str source="<memory>", mem_buffer_sizes=(), notes=(), owner=None, limits=None):
+        from .caps import DEFAULT_LIMITS
         from .validate import validate
 
         self.values = tuple(values)
@@ -251,6 +254,7 @@ cdef class Graph:
         self.mem_buffer_sizes = tuple(mem_buffer_sizes)
         self.notes = tuple(notes)
         self.owner = owner
+        self.limits = limits or DEFAULT_LIMITS
         self._by_id = {}
         self._caches = {}
         self.producers = {}
@@ -264,7 +268,7 @@ cdef class Graph:
                 seen.setdefault(id(value.constant), value.constant)
         self.constants = tuple(seen.values())
         # validate checks everything and returns the nodes in running order, with the notes it made.
-        order, more = validate(self, limits)
+        order, more = validate(self, self.limits)
         self.nodes = tuple(order)
         self.notes += tuple(more)
         self.producers = {output: node for node in self.nodes for output in node.outputs}

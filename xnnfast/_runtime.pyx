@@ -898,6 +898,7 @@ cdef class Runtime:
                         f"input {i} (value {value.id}): need rank {len(value.shape)} as in {value.shape}, got shape {shape}",
                         expected=value.shape, got=shape)
             shapes = _shapes.infer(lowered, dict(zip(lowered.inputs, key)))
+            _shapes.check_workspace(lowered, shapes, self.graph.limits.max_workspace)
             plan = (shapes, broadcast_pattern(lowered, shapes))
             if len(self.plans) >= 64:
                 self.plans.pop(next(iter(self.plans)))
@@ -1017,6 +1018,8 @@ cdef class Runtime:
         ------
         ArgumentError, DtypeError, ShapeError, OverlapError
             Something about the arrays, before any kernel runs.
+        LimitError
+            The shapes lead to more memory than the cap of the graph's limits.
         BusyError
             Another call is running on this runtime.
         """

@@ -13,10 +13,16 @@ class Limits:
     max_depth: int = 64
     #: Tables in a flatbuffer, each counted as often as it is referred to.
     max_tables: int = 1_000_000
+    #: Bytes that tables, vectors and strings of a flatbuffer may take together above twice its size, each counted as
+    #: often as it is referred to. Written once and referred to a thousand times, a few bytes would take hours.
+    max_shared: int = 1 << 20
     #: Inputs and outputs of a graph.
     max_externs: int = 4096
-    #: Bytes of all values that are not constants, by their declared shapes.
+    #: Bytes of all values that are not constants: by their declared shapes when a graph is opened, by those that the
+    #: inputs lead to when it is run.
     max_workspace: int = 1 << 36
+    #: Instructions of a method that jumps backwards, in one call.
+    max_steps: int = 1 << 24
 
 
 DEFAULT_LIMITS = Limits()

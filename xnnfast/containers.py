@@ -508,7 +508,15 @@ def _named(root: Table, segments: Segments) -> NamedData:
 
 
 def _verify(payload: Payload, offset: int, nbytes: int, key: str, limits: Limits) -> FlatBuffer:
-    return verify(payload, offset, nbytes, key, max_depth=limits.max_depth, max_tables=limits.max_tables)
+    return verify(
+        payload,
+        offset,
+        nbytes,
+        key,
+        max_depth=limits.max_depth,
+        max_tables=limits.max_tables,
+        max_shared=limits.max_shared,
+    )
 
 
 class DataFile:

@@ -70,6 +70,7 @@ def verify(section: Section, dialect: str | None = None, limits: Limits = DEFAUL
             closed=chosen.key == "seed",
             max_depth=limits.max_depth,
             max_tables=limits.max_tables,
+            max_shared=limits.max_shared,
         )
     except FormatError as error:
         if chosen.key != "seed" or dialect is not None:

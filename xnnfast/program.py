@@ -40,6 +40,7 @@ from .errors import (
     DtypeError,
     FormatError,
     GraphError,
+    LimitError,
     OperatorError,
     ShapeError,
     UnsupportedError,
@@ -1118,10 +1119,17 @@ class Routine:
                     for index in ends:
                         env[index] = None
             else:
+                left = method.file.limits.max_steps
                 for chain in self.chains:
                     place, count = 0, len(chain)
                     while place < count:
                         step = chain[place]
+                        left -= 1
+                        if left < 0:
+                            raise LimitError(
+                                f"the method has run {method.file.limits.max_steps} instructions and does not end; "
+                                "max_steps of Limits raises the cap"
+                            )
                         jump = step(env)
                         place = place + 1 if jump is None else jump
         except XnnfastError as error:

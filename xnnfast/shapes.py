@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
-from .errors import ShapeError
+from .datatypes import nbytes
+from .errors import LimitError, ShapeError
 from .ops import Refusal
 from .ops._rules import text
 
@@ -49,6 +50,17 @@ def infer(graph: Any, overrides: Mapping[int, Sequence[int]] | None = None) -> d
         except Refusal as refusal:
             raise ShapeError(f"{node.where}: {refusal}") from None
     return shapes
+
+
+def check_workspace(graph: Any, shapes: Mapping[int, Shape], cap: int) -> None:
+    """Refuse shapes whose values, constants apart, take more bytes together than the cap."""
+    values = graph.values.values() if isinstance(graph.values, dict) else graph.values
+    total = sum([nbytes(value.datatype, shapes[value.id]) for value in values if value.constant is None])
+    if total > cap:
+        largest = max((value for value in values if value.constant is None),
+                      key=lambda value: nbytes(value.datatype, shapes[value.id]))
+        raise LimitError(f"the values of the graph would take {total} bytes, the largest of them {text(shapes[largest.id])} "
+                         f"{largest.datatype}, above the cap of {cap}; max_workspace of Limits raises it")
 
 
 def _override(graph: Any, number: int, given: Sequence[int]) -> Shape:
