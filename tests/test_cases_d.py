@@ -93,7 +93,7 @@ def test_D_declared_shapes_are_compared_with_computed_ones(kind):
     (lambda b: b.concatenate2(b.input((2, 3)), b.input((2, 3)), 0), 1, (2, 2), "input2 dim 1 is 2, input1 dim 1 is 3"),
     (lambda b: b.concatenate2(b.input((2, 3)), b.input((2, 3)), 0), 1, (2, 3, 1), "input2 has rank 3"),
     (lambda b: b.static_transpose(b.input((2, 3)), (1, 0)), 0, (2, 3, 1), "perm has 2 entries, the input has rank 3"),
-    (lambda b: b.static_slice(b.input((2, 3)), (0, 0), (1, 1)), 0, (2, 3, 1), "offsets has 2 entries, the input has rank"),
+    (lambda b: b.static_slice(b.input((2, 3)), (0, 0), (1, 1)), 0, (2, 3, 1), "offsets has 2 entries"),
     (lambda b: b.static_constant_pad(b.input((2, 3)), (0, 0), (1, 1)), 0, (2, 3, 1), "pre_paddings has 2 entries"),
     (lambda b: b.static_resize_bilinear2d(b.input((1, 2, 2, 1)), 3), 0, (2, 2, 1), "input needs rank 4"),
     (lambda b: b.max_pooling2d(b.input((1, 2, 2, 1)), 2), 0, (2, 2, 1), "input needs rank 4"),
@@ -108,4 +108,4 @@ def test_D_a_constant_shorter_than_its_shape():
     def build(b):
         return b.add(b.input((2, 3)), ramp(2, 3))
 
-    refused(stored(build, values={1: {"constant": Constant(bytes(20))}}), "need 24 bytes for 2x3 fp32, constant 1 has 20")
+    refused(stored(build, values={1: {"constant": Constant(bytes(20))}}), "need 24 bytes .* has 20")
