@@ -91,7 +91,7 @@ def test_K3_duplicate_external_ids():
 def test_K3_external_ids_beyond_their_number():
     xf.load(files.bare())
     refused(files.bare(files.tree(num_externs=1)), "value 2 has external id 1, need one below num_externs = 1")
-    refused(files.bare(files.tree(num_externs=3)), "need num_externs equal to the number of external values, 2, found 3")
+    refused(files.bare(files.tree(num_externs=3)), "need num_externs equal to the number of external .* found 3")
 
 
 @pytest.mark.parametrize("flags", [1, 2])
