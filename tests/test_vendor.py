@@ -417,6 +417,13 @@ def test_fp16_change_moves_second_vectors_of_the_same_row(tmp_path):
     assert (tmp_path / name).read_text() == text.replace(" + 1,", " + 32,") + unrelated
 
 
+def test_sums_of_blockwise_weights_are_loaded_from_anywhere(tmp_path):
+    name = "src/qd8-f32-qb4w-gemm/gen/qd8-f32-qb4w-gemm-4x4c8-minmax-avx-ld128.c"
+    _tree(tmp_path, {name: "vksum = _mm_load_ps((const float*) w);\nvmax = _mm_load_ps(params);\n"})
+    changes.apply({"xnnpack": tmp_path}, [dataclasses.replace(_change("qb4w-unaligned-sums"), files=1, places=1)])
+    assert (tmp_path / name).read_text() == "vksum = _mm_loadu_ps((const float*) w);\nvmax = _mm_load_ps(params);\n"
+
+
 def test_spin_change_replaces_the_number(tmp_path):
     _tree(tmp_path, {"src/threadpool-common.h": "#define PTHREADPOOL_SPIN_WAIT_ITERATIONS 1000000\n"})
     changes.apply({"pthreadpool": tmp_path}, [_change("spin-wait")])
@@ -462,13 +469,95 @@ def test_changes_refuse_a_tree_they_were_applied_to(tmp_path):
         changes.apply({"pthreadpool": tmp_path}, [_change("spin-wait")])
 
 
+RUN_OPERATOR = """\
+#include "pthreadpool.h"
+
+  for (size_t i = 0; i < XNN_MAX_COMPUTE_INVOCATIONS; i++) {
+    switch (op->compute[i].type) {
+"""
+
+
+def test_loop_order_is_asked_before_each_step(tmp_path):
+    name = "src/operator-run.c"
+    _tree(tmp_path, {name: RUN_OPERATOR})
+    changes.apply({"xnnpack": tmp_path}, [_change("loop-order-include"), _change("loop-order-call")])
+    text = (tmp_path / name).read_text()
+    assert text.startswith('#include "pthreadpool.h"\n#include "xnnfast/loop-order.h"\n')
+    assert text.index("  for (") < text.index("xnnfast_run_turned(&op->compute[i]") < text.index("    switch (")
+
+
+def test_isa_is_capped_before_flags_are_made_of_it(tmp_path):
+    name = "src/configs/hardware-config.c"
+    _tree(tmp_path, {name: '#include "xnnpack/hardware-config.h"\n  hardware_config.arch_flags = 0;\n'})
+    changes.apply({"xnnpack": tmp_path}, [_change("isa-cap-include"), _change("isa-cap-call")])
+    assert (tmp_path / name).read_text().splitlines() == [
+        '#include "xnnpack/hardware-config.h"',
+        '#include "xnnfast/isa-cap.h"',
+        "  xnnfast_cap_isa(&hardware_config);",
+        "  hardware_config.arch_flags = 0;",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "becomes"),
+    [
+        (
+            "loop-order-build",
+            "  ADD_LIBRARY(operator-run OBJECT src/operator-run.c)\n",
+            "  ADD_LIBRARY(operator-run OBJECT src/operator-run.c src/xnnfast/loop-order.c)\n",
+        ),
+        (
+            "loop-order-cpuinfo",
+            "  TARGET_LINK_LIBRARIES(hardware-config PRIVATE cpuinfo)\n",
+            "  TARGET_LINK_LIBRARIES(hardware-config PRIVATE cpuinfo)\n"
+            "  TARGET_LINK_LIBRARIES(operator-run PRIVATE cpuinfo)\n",
+        ),
+        (
+            "isa-cap-build",
+            "ADD_LIBRARY(hardware-config OBJECT src/configs/hardware-config.c)\n",
+            "ADD_LIBRARY(hardware-config OBJECT src/configs/hardware-config.c src/xnnfast/isa-cap.c)\n",
+        ),
+    ],
+)
+def test_own_sources_are_compiled(tmp_path, name, line, becomes):
+    _tree(tmp_path, {"CMakeLists.txt": line})
+    changes.apply({"xnnpack": tmp_path}, [_change(name)])
+    assert (tmp_path / "CMakeLists.txt").read_text() == becomes
+
+
+def test_own_sources_get_a_folder_of_their_own(tmp_path):
+    (tmp_path / "src").mkdir()
+    names = changes.add_own({"xnnpack": tmp_path})
+    assert names == [f"src/xnnfast/{path.name}" for path in changes.own_files()]
+    assert all((tmp_path / name).read_bytes() for name in names)
+    with pytest.raises(changes.ChangeError, match="must be a folder that XNNPACK does not have"):
+        changes.add_own({"xnnpack": tmp_path})
+
+
+def test_key_covers_own_sources(tmp_path, monkeypatch):
+    shutil.copytree(changes.OWN, tmp_path / "own")
+    monkeypatch.setattr(changes, "OWN", tmp_path / "own")
+    before = changes.content()
+    with (tmp_path / "own" / "loop-order.c").open("a") as file:
+        file.write("\n")
+    assert changes.content() != before
+
+
 def test_changes_state_the_counts_of_the_pin():
     assert {change.name: (change.files, change.places) for change in changes.CHANGES} == {
         "amx-gate": (1, 1),
         "avx512fp16-gate": (1, 1),
         "amx-igemm-single-row": (14, 14),
         "fp16-second-vector-store": (12, 62),
+        "qb4w-unaligned-sums": (24, 24),
         "spin-wait": (1, 1),
+        "loop-order-build": (1, 1),
+        "loop-order-cpuinfo": (1, 1),
+        "loop-order-include": (1, 1),
+        "loop-order-call": (1, 1),
+        "isa-cap-build": (1, 1),
+        "isa-cap-include": (1, 1),
+        "isa-cap-call": (1, 1),
     }
 
 
@@ -656,6 +745,7 @@ def test_product_says_what_it_is(product):
     assert info["avx512amx"] == ("avx512amx" in info["families"])
     assert info["avx512fp16"] == ("avx512fp16" in info["families"])
     assert info["libraries"] == ["m", "pthread"]
+    assert info["own"] == [f"src/xnnfast/{path.name}" for path in changes.own_files()]
     assert [Path(path).name for path in product.archives] == list(build.ARCHIVES)
     assert [Path(path).stem for path in product.licenses] == sorted(pins)
     assert all("opyright" in Path(path).read_text() for path in product.licenses)
@@ -708,4 +798,8 @@ def test_folder_holds_no_foreign_source():
         "README.md",
         "build.py",
         "changes.py",
+        "own",
     ]
+    for path in changes.OWN.iterdir():
+        assert path.suffix in (".c", ".h")
+        assert path.read_text().startswith("// Part of xnnfast, BSD-3-Clause. Not from XNNPACK.\n")

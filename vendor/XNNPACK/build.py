@@ -65,6 +65,9 @@ HEADERS: dict[str, tuple[str, str]] = {
     # Not public: the only place that tells which instruction sets XNNPACK selects on the running processor.
     "xnnpack/hardware-config.h": ("xnnpack", "src/xnnpack/hardware-config.h"),
     "xnnpack/common.h": ("xnnpack", "src/xnnpack/common.h"),
+    # Our own, which load_changes().add_own() puts there.
+    "xnnfast/loop-order.h": ("xnnpack", "src/xnnfast/loop-order.h"),
+    "xnnfast/isa-cap.h": ("xnnpack", "src/xnnfast/isa-cap.h"),
     "pthreadpool.h": ("pthreadpool", "include/pthreadpool.h"),
     "cpuinfo.h": ("cpuinfo", "include/cpuinfo.h"),
 }
@@ -897,7 +900,7 @@ def _cores() -> int:
 
 
 def _key(compiler: Compiler) -> str:
-    return cache_key(compiler, pin=(HERE / "PIN").read_bytes(), changes=(HERE / "changes.py").read_bytes())
+    return cache_key(compiler, pin=(HERE / "PIN").read_bytes(), changes=load_changes().content())
 
 
 def _product(cache: Path, key: str) -> Path:
@@ -939,6 +942,7 @@ def _build(compiler: Compiler, key: str, cache: Path, work: Path, jobs: int, say
 
     changes = load_changes()
     try:
+        own = changes.add_own(trees)
         applied = changes.apply(trees)
     except changes.ChangeError as error:
         raise BuildError(str(error)) from error
@@ -970,7 +974,7 @@ def _build(compiler: Compiler, key: str, cache: Path, work: Path, jobs: int, say
         raise BuildError(f"CMake went for sources of its own: {', '.join(downloads)} (log: {log})")
     say(f"XNNPACK: compiling about a thousand files with {jobs} jobs; a minute and a half on two cores")
     _logged([ninja, "-C", str(build), "-j", str(jobs), *TARGETS], environment, log, "build")
-    return _collect(compiler, key, work, sources, trees, applied)
+    return _collect(compiler, key, work, sources, trees, applied, own)
 
 
 def _logged(command: Sequence[str], environment: Mapping[str, str], log: Path, step: str) -> None:
@@ -1005,10 +1009,11 @@ def _collect(
     sources: Mapping[str, Source],
     trees: Mapping[str, Path],
     applied: Iterable[Any],
+    own: Sequence[str],
 ) -> Path:
     """Gather headers, archives, licences and facts into a folder; build-info.json comes last and makes it complete."""
     build, finished = work / "build", work / "product"
-    for folder in ("include/xnnpack", "lib", "licenses"):
+    for folder in ("include/xnnpack", "include/xnnfast", "lib", "licenses"):
         (finished / folder).mkdir(parents=True)
     for target, (component, header) in HEADERS.items():
         shutil.copyfile(trees[component] / header, finished / "include" / target)
@@ -1040,6 +1045,7 @@ def _collect(
             for source in sources.values()
         ],
         "changes": [dataclasses.asdict(change) for change in applied],
+        "own": list(own),
         "compiler": {"c": compiler.c_version, "cxx": compiler.cxx_version, "target": compiler.target},
         "machine": platform.machine(),
         "options": CMAKE_OPTIONS,

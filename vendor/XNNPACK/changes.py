@@ -1,5 +1,6 @@
 """The project's corrections of the pinned sources: pristine trees come in, corrected trees go out.
 
+What needs more than a few words is a file of our own in own/, put into XNNPACK's tree; corrections compile and call it.
 Each correction is a row of CHANGES and says how many files and places it must hit. A row that hits any other number
 stops the build, because then the sources are not the ones the correction was written for and its effect is unknown.
 """
@@ -14,6 +15,11 @@ from pathlib import Path
 
 class ChangeError(RuntimeError):
     """A correction did not fit the sources it was given."""
+
+
+OWN = Path(__file__).resolve().parent / "own"
+# Where the files of own/ go in XNNPACK's tree, so that they are included as "xnnfast/…".
+OWN_FOLDER = "src/xnnfast"
 
 
 @dataclass(frozen=True)
@@ -140,6 +146,18 @@ CHANGES: tuple[Change, ...] = (
         places=62,
     ),
     Change(
+        name="qb4w-unaligned-sums",
+        component="xnnpack",
+        why="On processors without AVX2, dynamic int8 with blockwise 4-bit weights loads the sums at the start of each "
+        "panel as if they lay at a multiple of 16 bytes. Scales take 8 bytes per block, so with an odd number of "
+        "blocks every second panel ends the process.",
+        glob="src/qd8-f32-qb4w-gemm/gen/*x4c8-minmax-*.c",
+        pattern=r"\b_mm_load_ps(\(\(const float\*\) w\);)",
+        replacement=r"_mm_loadu_ps\1",
+        files=24,
+        places=24,
+    ),
+    Change(
         name="spin-wait",
         component="pthreadpool",
         why="Workers turn a million times round a pause before they sleep. When another process holds one of the "
@@ -150,7 +168,106 @@ CHANGES: tuple[Change, ...] = (
         files=1,
         places=1,
     ),
+    Change(
+        name="loop-order-build",
+        component="xnnpack",
+        why="own/loop-order.c walks over the rows of matrix products inside blocks of channels, whose filter stays in "
+        "the level 2 cache. It is compiled beside the code that runs operators.",
+        glob="CMakeLists.txt",
+        pattern=r"^( *ADD_LIBRARY\(operator-run OBJECT src/operator-run\.c)\)$",
+        replacement=rf"\1 {OWN_FOLDER}/loop-order.c)",
+        files=1,
+        places=1,
+    ),
+    Change(
+        name="loop-order-cpuinfo",
+        component="xnnpack",
+        why="It asks cpuinfo for the size of the level 2 cache.",
+        glob="CMakeLists.txt",
+        pattern=r"^( *TARGET_LINK_LIBRARIES\()hardware-config( PRIVATE cpuinfo\)\n)",
+        replacement=r"\g<0>\1operator-run\2",
+        files=1,
+        places=1,
+    ),
+    Change(
+        name="loop-order-include",
+        component="xnnpack",
+        why="Declares what the next change calls.",
+        glob="src/operator-run.c",
+        pattern=r'^#include "pthreadpool\.h"\n',
+        replacement=r'\g<0>#include "xnnfast/loop-order.h"\n',
+        files=1,
+        places=1,
+    ),
+    Change(
+        name="loop-order-call",
+        component="xnnpack",
+        why="Every step of every operator is shown to own/loop-order.c first; what it does not take runs as before.",
+        glob="src/operator-run.c",
+        pattern=r"^( +)for \(size_t i = 0; i < XNN_MAX_COMPUTE_INVOCATIONS; i\+\+\) \{\n",
+        replacement=r"\g<0>"
+        r"\1  void* const step_context = (void*) ((uintptr_t) &op->context + op->compute[i].context_offset);\n"
+        r"\1  if (xnnfast_run_turned(&op->compute[i], step_context, threadpool, flags)) {\n"
+        r"\1    continue;\n"
+        r"\1  }\n",
+        files=1,
+        places=1,
+    ),
+    Change(
+        name="isa-cap-build",
+        component="xnnpack",
+        why="own/isa-cap.c takes from the instruction sets found what is above XNNFAST_ISA, so that kernels for lesser "
+        "processors can be tested and measured on this one.",
+        glob="CMakeLists.txt",
+        pattern=r"^( *ADD_LIBRARY\(hardware-config OBJECT src/configs/hardware-config\.c)\)$",
+        replacement=rf"\1 {OWN_FOLDER}/isa-cap.c)",
+        files=1,
+        places=1,
+    ),
+    Change(
+        name="isa-cap-include",
+        component="xnnpack",
+        why="Declares what the next change calls.",
+        glob="src/configs/hardware-config.c",
+        pattern=r'^#include "xnnpack/hardware-config\.h"\n',
+        replacement=r'\g<0>#include "xnnfast/isa-cap.h"\n',
+        files=1,
+        places=1,
+    ),
+    Change(
+        name="isa-cap-call",
+        component="xnnpack",
+        why="All is detected here, and the flags that are made of it follow.",
+        glob="src/configs/hardware-config.c",
+        pattern=r"^( +)hardware_config\.arch_flags = 0;\n",
+        replacement=r"\1xnnfast_cap_isa(&hardware_config);\n\g<0>",
+        files=1,
+        places=1,
+    ),
 )
+
+
+def own_files() -> list[Path]:
+    """Our own sources, in a fixed order."""
+    return sorted(path for path in OWN.iterdir() if path.suffix in (".c", ".h"))
+
+
+def content() -> bytes:
+    """All that decides what becomes of the pinned sources: this file and our own."""
+    parts = [Path(__file__), *own_files()]
+    return b"".join(b"%s %d\n" % (path.name.encode(), len(path.read_bytes())) + path.read_bytes() for path in parts)
+
+
+def add_own(roots: Mapping[str, Path]) -> list[str]:
+    """Put our own sources into XNNPACK's tree; their names there."""
+    folder = roots["xnnpack"] / OWN_FOLDER
+    try:
+        folder.mkdir()
+    except OSError as error:
+        raise ChangeError(f"{folder} must be a folder that XNNPACK does not have: {error.strerror}") from error
+    for path in own_files():
+        (folder / path.name).write_bytes(path.read_bytes())
+    return [f"{OWN_FOLDER}/{path.name}" for path in own_files()]
 
 
 def apply(roots: Mapping[str, Path], changes: Sequence[Change] = CHANGES) -> list[Applied]:
