@@ -101,6 +101,14 @@ cdef extern from *:
     """
     int xf_isa(const char** names, int room) nogil
 
+cdef extern from "xnnfast/loop-order.h":
+    size_t xnnfast_loop_order() nogil
+    void xnnfast_set_loop_order(size_t setting) nogil
+    size_t xnnfast_l2_bytes() nogil
+
+cdef extern from "xnnfast/isa-cap.h":
+    const char* xnnfast_isa_name(int index) nogil
+
 cdef enum:
     # What XNNPACK may read behind any tensor is 16 bytes (XNN_EXTRA_BYTES of xnnpack.h): a cache line.
     SLACK = 64
@@ -415,6 +423,19 @@ def _new_lock():
 os.register_at_fork(after_in_child=_new_lock)
 
 
+cdef int check_isa_cap() except -1:
+    """Refuse a name in XNNFAST_ISA that XNNPACK's detection would pass over without a word."""
+    cdef int i = 0
+    found = os.environ.get("XNNFAST_ISA")
+    names = []
+    while xnnfast_isa_name(i) != NULL:
+        names.append(xnnfast_isa_name(i).decode())
+        i += 1
+    if found is not None and found not in names:
+        raise ArgumentError(f"need one of {', '.join(names)} in XNNFAST_ISA, found {found!r}")
+    return 0
+
+
 cdef int initialize() except -1:
     """xnn_initialize once per process, with no allocator: the first caller's would be kept for ever."""
     global _initialized
@@ -423,6 +444,7 @@ cdef int initialize() except -1:
         return 0
     with _initialize_lock:
         if not _initialized:
+            check_isa_cap()
             with nogil:
                 status = xnn_initialize(NULL)
             if status == xnn_status_unsupported_hardware:
@@ -443,6 +465,23 @@ def isa():
     initialize()
     n = xf_isa(names, 64)
     return [names[i].decode() for i in range(n)]
+
+
+def loop_order(setting=None):
+    """How matrix products walk over rows and channels, in the whole process; the setting until now.
+
+    0 is XNNPACK's order, 1 the one chosen for each product, and a larger number is the bytes of packed
+    filter in a block. Results are the same. The first setting comes from XNNFAST_LOOP_ORDER, else it is 1.
+    """
+    cdef size_t before = xnnfast_loop_order()
+    if setting is not None:
+        xnnfast_set_loop_order(setting)
+    return before
+
+
+def l2_bytes():
+    """The level 2 cache that one core can count on, as the loop order assumes it."""
+    return xnnfast_l2_bytes()
 
 
 @cython.final

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -25,11 +26,13 @@ def config() -> dict[str, Any]:
     dict
         ``xnnfast``, ``python``, ``numpy``, ``machine``: versions and architecture; ``pin``: one entry per
         vendored library; ``changes``: the project's corrections to them; ``families``: compiled kernel
-        families; ``isa``: instruction sets that XNNPACK selects here; ``cpus``, ``cpus_reason``: how many
-        CPUs this process may use, and why.
+        families; ``isa``: instruction sets that XNNPACK selects here; ``isa_cap``: the limit that the variable
+        XNNFAST_ISA sets to them, or None; ``loop_order``: 1 if matrix products choose the order of their loops,
+        0 if they have XNNPACK's; ``l2_bytes``: the cache that this choice assumes; ``cpus``, ``cpus_reason``:
+        how many CPUs this process may use, and why.
     """
     from ._generated.build_info import INFO
-    from ._runtime import isa
+    from ._runtime import isa, l2_bytes, loop_order
 
     cpus = allowed_cpus()
     return {
@@ -39,6 +42,9 @@ def config() -> dict[str, Any]:
         "machine": platform.machine(),
         **{key: value for key, value in INFO.items() if key not in ("key",)},
         "isa": isa(),
+        "isa_cap": os.environ.get("XNNFAST_ISA"),
+        "loop_order": loop_order(),
+        "l2_bytes": l2_bytes(),
         "cpus": cpus.count,
         "cpus_reason": cpus.reason,
     }
