@@ -30,7 +30,7 @@ from .errors import (
     UnsupportedError, XnnpackError, status_name, xnnpack_error,
 )
 from .lower import lower
-from .quantization import PerBlock, PerChannel, PerTensor, PerToken
+from .quantization import PerBlock, PerChannel, PerTensor, PerToken, bf16_to_f32
 
 cnp.import_array()
 
@@ -1236,7 +1236,9 @@ cdef class Runtime:
         return results
 
     cdef int scan(self, object arrays, str what) except -1:
-        for i, array in enumerate(arrays):
+        for i, (array, value) in enumerate(zip(arrays, self.inputs if what == "input" else self.outputs)):
+            if value.datatype == "bf16":
+                array = bf16_to_f32(array.view(np.uint16))
             if array.dtype.kind == "f" and not np.isfinite(array).all():
                 bad = array[~np.isfinite(array)]
                 raise NotFiniteError(f"{what} {i} holds {bad.size} values that are not finite, the first is {bad.flat[0]}")
