@@ -527,6 +527,19 @@ def test_weights_are_packed_once():
     assert many.memory["packed"] == one.memory["packed"]
 
 
+def test_packed_weights_may_come_from_a_cache(tmp_path):
+    b = GraphBuilder()
+    b.output(b.fully_connected(b.input((1, 64)), numbers(128, 64), numbers(128)))
+    b.save(tmp_path / "dense.xnn")
+    x = numbers(20, 64)
+    results = []
+    for outcome in ("saved", "hit"):
+        with Executor(tmp_path / "dense.xnn", workers=2, weights_cache=tmp_path / "cache") as executor:
+            results.append(executor.run(x)[0])
+            assert executor.weights_cache == outcome
+    np.testing.assert_array_equal(*results)
+
+
 def test_an_executor_can_not_be_pickled():
     with pytest.raises(TypeError, match="path"):
         pickle.dumps(Executor(dense_graph(), workers=1))

@@ -28,7 +28,10 @@ class Crew:
         threads: int = 1,
         flags: int = 0,
         cpus: Sequence[int] | None = None,
+        weights_cache: Any = None,
     ) -> None: ...
+    @property
+    def weights_cache(self) -> str: ...
     @property
     def stale(self) -> bool: ...
     @property

@@ -15,7 +15,7 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
 
 from ._graph cimport Graph
-from ._runtime cimport Engine, PackedWeights, Pool, is_padded, packed_weights, padded_array, tail_readable
+from ._runtime cimport Engine, Packing, Pool, is_padded, padded_array, prepare_packing, tail_readable
 from .includes.xnnpack cimport xnn_status, xnn_status_success
 
 from collections import OrderedDict
@@ -363,6 +363,8 @@ cdef class Crew:
         Of XNNPACK's runtimes.
     cpus : sequence of int or None
         Where to pin the other threads, one CPU for each.
+    weights_cache : optional
+        What the user gave as such.
     """
 
     cdef readonly Graph graph
@@ -379,7 +381,7 @@ cdef class Crew:
     cdef list stages
     cdef object planned
     cdef object cpus
-    cdef PackedWeights packed
+    cdef Packing packing
     cdef Pool pool
     cdef readonly tuple dtypes
     cdef readonly tuple layouts
@@ -390,7 +392,8 @@ cdef class Crew:
         self.job.port = NULL
         self.job.slot = NULL
 
-    def __init__(self, Graph graph not None, lowered, *, int workers, int threads=1, uint32_t flags=0, cpus=None):
+    def __init__(self, Graph graph not None, lowered, *, int workers, int threads=1, uint32_t flags=0, cpus=None,
+                 weights_cache=None):
         cdef size_t i, n
         self.generation = xf_forks
         self.graph = graph
@@ -399,7 +402,7 @@ cdef class Crew:
         self.threads = threads
         self.flags = flags
         self.cpus = cpus
-        self.packed = packed_weights(graph, lowered, flags)
+        self.packing = prepare_packing(graph, lowered, flags, weights_cache)
         self.planned = OrderedDict()
         # One more than there are workers: the engine with a pool.
         self.engines = [OrderedDict() for _ in range(workers + 1)]
@@ -434,6 +437,11 @@ cdef class Crew:
             with nogil:
                 xf_team_stop(self.team)
         self.team = NULL
+
+    @property
+    def weights_cache(self):
+        """What became of the cache: see :attr:`Runtime.weights_cache`."""
+        return self.packing.outcome
 
     @property
     def stale(self):
@@ -498,7 +506,7 @@ cdef class Crew:
             if engine is None:
                 while len(engines) >= MAX_ENGINES:
                     engines.popitem(last=False)
-                engine = Engine.create(self.lowered, shapes, pool, self.flags, self.packed)
+                engine = self.packing.engine(shapes, pool, self.flags)
                 engines[pattern] = engine
             else:
                 engines.move_to_end(pattern)
@@ -726,7 +734,7 @@ cdef class Crew:
                 # First two members of struct xnn_workspace at the pin: data, size.
                 workspaces += (<size_t*> engine.workspace)[1]
         return {
-            "packed": self.packed.nbytes,
+            "packed": self.packing.packed.nbytes,
             "workspace": workspaces,
             "staging": sum([array.nbytes for stage in self.stages for array in stage if array is not None]),
         }

@@ -136,8 +136,8 @@ class Executor:
         Samples per piece. By default a probe on the first batches chooses it.
     precision : {None, "fp16", "int8-dynamic"}
         Less than the file's precision; see ``docs/executor.md``. :attr:`accuracy` tells what it costs.
-    weights_cache : optional
-        Folder or file for packed weights.
+    weights_cache : bool, path or WeightsCache, optional
+        Keep packed weights on disk and map them the next time, as for :class:`Runtime`.
     batched : sequence of int, optional
         Positions of the inputs whose axis 0 counts samples. By default those that have the same size
         there; the others are for all samples.
@@ -174,8 +174,6 @@ class Executor:
         for name, number in (("workers", workers), ("threads", threads), ("micro_batch", micro_batch)):
             if number is not None and (not isinstance(number, (int, np.integer)) or number < 1):
                 raise ArgumentError(f"need {name} of at least 1, got {number!r}")
-        if weights_cache:
-            raise UnsupportedError("weights_cache is not there yet")
         if precision is not None:
             raise UnsupportedError(f"precision {precision!r} is not there yet")
         self.graph = _graph_of(source)
@@ -186,6 +184,7 @@ class Executor:
         self.threads = int(threads)
         self._micro_batch = None if micro_batch is None else int(micro_batch)
         self._pin = bool(pin)
+        self._cache = weights_cache
         self._flags = 0
         self.inputs = self.graph.inputs
         self.outputs = self.graph.outputs
@@ -202,7 +201,7 @@ class Executor:
         self._queue: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
         self._dispatcher: threading.Thread | None = None
         self._crew = Crew(self.graph, self._lowered, workers=self.workers, threads=self.threads, flags=self._flags,
-                          cpus=self._cpus())
+                          cpus=self._cpus(), weights_cache=self._cache)
         _living.add(self)
 
     def _cpus(self) -> list[int] | None:
@@ -389,13 +388,14 @@ class Executor:
             try:
                 array = np.from_dlpack(given)
             except (BufferError, RuntimeError, TypeError) as error:
-                raise DtypeError(f"{where}: NumPy can't take the array through DLPack: {error}", expected=want) from error
+                raise DtypeError(f"{where}: NumPy can't take it through DLPack: {error}", expected=want) from error
         else:
             try:
                 array = np.asarray(given)
             except (TypeError, ValueError) as error:
-                raise DtypeError(f"{where}: need an array of {want}, got {type(given).__name__}: {error}", expected=want,
-                                 got=type(given).__name__) from error
+                kind = type(given).__name__
+                raise DtypeError(f"{where}: need an array of {want}, got {kind}: {error}", expected=want,
+                                 got=kind) from error
         if array.dtype != want and array.dtype.newbyteorder("=") != want:
             raise DtypeError(f"{where}: need dtype {want}, got {array.dtype}", expected=want, got=array.dtype)
         declared = self.inputs[position].shape
@@ -418,8 +418,9 @@ class Executor:
             if array.shape != shape:
                 raise ShapeError(f"out[{j}]: need shape {shape}, got {array.shape}", expected=shape, got=array.shape)
             if not array.flags.carray:
+                flags = array.flags
                 raise ArgumentError(f"out[{j}]: need a C-contiguous, aligned, writeable array, got strides "
-                                    f"{array.strides}, writeable={array.flags.writeable}, aligned={array.flags.aligned}")
+                                    f"{array.strides}, writeable={flags.writeable}, aligned={flags.aligned}")
             for name, others in (("input ", inputs), ("out", out[:j])):
                 for k, other in enumerate(others):
                     if np.may_share_memory(array, other):
@@ -432,9 +433,9 @@ class Executor:
         """A future of what :meth:`run` gives. Small batches that wait together are run together."""
         return self._submit(arrays, None)
 
-    def _submit(self, arrays: tuple[Any, ...], index: int | None) -> Future[Arrays]:
+    def _submit(self, arrays: tuple[Any, ...], index: int | None, out: Sequence[Array] | None = None) -> Future[Arrays]:
         crew = self._alive()
-        request = self._request(crew, arrays, index=index)
+        request = self._request(crew, arrays, out, index)
         future: Future[Arrays] = Future()
         request.future = future
         self._pending.add(future)
@@ -572,6 +573,11 @@ class Executor:
                 future.cancel()
 
     # ---- the rest
+
+    @property
+    def weights_cache(self) -> str:
+        """What became of the cache of packed weights: see :attr:`Runtime.weights_cache`."""
+        return self._crew.weights_cache
 
     @property
     def memory(self) -> dict[str, int]:

@@ -298,3 +298,7 @@ def _shape(dims: tuple[int, ...]) -> str:
 
 def _print_json(facts: Any) -> None:
     print(json.dumps(facts, indent=2, allow_nan=False))
+
+
+# Subcommands in modules of their own add themselves to the app.
+from . import batch as _batch  # noqa: E402, F401
