@@ -25,6 +25,9 @@ cdef struct PackedState:
     # are running may read theirs meanwhile.
     PackedEntry* entries
     size_t count, capacity, nbytes
+    # The first so many are those of one whole creation, which later ones replay; and so many belong to
+    # creations that are over.
+    size_t complete, finished
     # Of the creation under way.
     size_t cursor, pending
     bint looked_up, broken, replaying
@@ -38,15 +41,20 @@ cdef class PackedWeights:
     cdef PackedState state
     # Held during a creation; take it through acquire(), which knows about forks.
     cdef object lock
+    # Held while a cache file is written.
+    cdef object saving
     cdef unsigned generation
     # The mapped cache file that entries point into.
     cdef object file
+    # When the first creation began, in nanoseconds since the epoch.
+    cdef long long since
     cdef object __weakref__
     cdef object acquire(self)
-    cdef int attach(self, object payload, list entries, list addresses) except -1
+    cdef bint intact(self) except -1
+    cdef bint attach(self, object payload, list entries, list addresses) except -1
     cdef list export(self)
-    cdef void begin(self) noexcept nogil
-    cdef bint end(self) noexcept nogil
+    cdef int begin(self) except -1
+    cdef bint end(self, bint created) noexcept nogil
 
 
 cdef class Pool:
@@ -63,6 +71,8 @@ cdef class Engine:
     cdef size_t num_externals, num_inputs, num_outputs
     # An engine may not be invoked before plan() has run, once after create(planned=False) and after every reshape().
     cdef bint bound, planned
+    # Whether all packed weights had been there before.
+    cdef bint replayed
     # XNNPACK reads constants that it does not pack for the runtime's whole life: lowered keeps them.
     cdef readonly object lowered
     # The runtime calls into the provider at every reshape and setup.
@@ -87,4 +97,21 @@ cdef class Engine:
 cdef cnp.ndarray padded_array(int ndim, cnp.npy_intp* dims, int typenum, size_t nbytes)
 cdef bint tail_readable(const char* data, size_t nbytes) noexcept nogil
 cdef bint is_padded(cnp.ndarray array, size_t nbytes)
-cdef PackedWeights packed_weights(Graph graph, object lowered, uint32_t flags)
+cdef PackedWeights packed_weights(Graph graph, object lowered, uint32_t flags, PackedWeights instead_of=*)
+
+
+# What an owner of engines makes them with: prepare_packing() once, then Packing.engine() for each. The first
+# engine opens or fills the weights cache; ``outcome`` says what became of it.
+cdef class Packing:
+    # Another one after the first engine, if a cache file turned out to be for other weights.
+    cdef readonly PackedWeights packed
+    cdef readonly str outcome
+    cdef Graph graph
+    cdef object lowered, cache
+    cdef uint32_t flags
+    cdef bint done
+    cdef Engine engine(self, dict shapes, Pool pool, uint32_t flags, bint planned=*)
+    cdef str keep(self, object identity, Engine made)
+
+
+cdef Packing prepare_packing(Graph graph, object lowered, uint32_t flags, object where)

@@ -18,6 +18,7 @@ from .includes.xnnpack cimport *
 
 import os
 import threading
+import time
 import types
 import weakref
 
@@ -72,7 +73,21 @@ include "_generated/lower.pxi"
 
 cdef extern from *:
     """
+    #include "cpuinfo.h"
     #include "xnnpack/hardware-config.h"
+
+    /* Microarchitectures: that of the first core, by which XNNPACK chooses among kernels, then all. */
+    static int xf_processor(uint32_t* out, int room) {
+      int n = 0;
+      const struct cpuinfo_core* core;
+      uint32_t i, all;
+      if (!cpuinfo_initialize()) return 0;
+      core = cpuinfo_get_core(0);
+      if (core != NULL) out[n++] = (uint32_t) core->uarch;
+      all = cpuinfo_get_uarchs_count();
+      for (i = 0; i < all && n < room; ++i) out[n++] = (uint32_t) cpuinfo_get_uarch(i)->uarch;
+      return n;
+    }
 
     /* The instruction sets that XNNPACK selects on this CPU, from weakest to strongest. */
     static int xf_isa(const char** names, int room) {
@@ -100,6 +115,7 @@ cdef extern from *:
     }
     """
     int xf_isa(const char** names, int room) nogil
+    int xf_processor(uint32_t* out, int room) nogil
 
 cdef extern from "xnnfast/loop-order.h":
     size_t xnnfast_loop_order() nogil
@@ -226,6 +242,7 @@ cdef class PackedWeights:
             raise MemoryError
         self.state.capacity = capacity
         self.lock = threading.Lock()
+        self.saving = threading.Lock()
         self.generation = xf_fork_generation
         self.provider.context = <void*> &self.state
         self.provider.look_up = packed_look_up
@@ -266,21 +283,31 @@ cdef class PackedWeights:
 
     cdef object acquire(self):
         """The lock, to be entered. In a forked child it may be held by a thread that does not exist there,
-        in the middle of a creation: what that had finished stays good, the rest is forgotten."""
+        in the middle of a creation: what earlier ones had finished stays good, the rest is forgotten."""
         if self.generation != xf_fork_generation:
             self.generation = xf_fork_generation
             self.lock = threading.Lock()
+            self.saving = threading.Lock()
             self.state.reserved = NULL
+            self.state.count = self.state.finished
         return self.lock
 
-    cdef int attach(self, object payload, list entries, list addresses) except -1:
-        """Take the entries of a cache file, as if the first creation had made them."""
+    cdef bint intact(self) except -1:
+        """Whether the cache file that entries point into is still what was verified, as far as one can see."""
+        if self.file is None:
+            return True
+        from .weights_cache import intact
+
+        return intact(self.file)
+
+    cdef bint attach(self, object payload, list entries, list addresses) except -1:
+        """Take the entries of a cache file, as if the first creation had made them; whether there was room."""
         cdef const uint8_t[::1] view = memoryview(payload)
         cdef PackedEntry* entry
-        if self.state.count or <size_t> len(entries) > self.state.capacity:
-            return 0
+        if self.state.finished or <size_t> len(entries) > self.state.capacity:
+            return False
         self.file = payload
-        for seed, looked_up, kernel, bias, offset, size in entries:
+        for seed, looked_up, kernel, bias, offset, size, _ in entries:
             entry = &self.state.entries[self.state.count]
             entry.seed = seed
             entry.kernel = <const void*> <uintptr_t> addresses[kernel]
@@ -292,31 +319,50 @@ cdef class PackedWeights:
             self.state.nbytes += entry.size
             self.state.mapped += entry.size
             self.state.count += 1
-        return 0
+        self.state.complete = self.state.finished = self.state.count
+        self.since = time.time_ns()
+        return True
 
     cdef list export(self):
-        """(seed, looked up, address of kernel, address of bias, packed bytes) of every entry."""
+        """(seed, looked up, address of kernel, address of bias, packed bytes) of every entry that the first creation made."""
         cdef size_t i
         cdef PackedEntry* entry
         cdef list made = []
-        for i in range(self.state.count):
+        for i in range(self.state.complete):
             entry = &self.state.entries[i]
             data = PyMemoryView_FromMemory(<char*> entry.data, entry.size, PyBUF_READ)
             made.append((entry.seed, bool(entry.looked_up), <uintptr_t> entry.kernel, <uintptr_t> entry.bias, data))
         return made
 
-    cdef void begin(self) noexcept nogil:
+    cdef int begin(self) except -1:
+        """Before a creation, with the lock held."""
+        if self.state.complete == 0:
+            self.since = time.time_ns()
         self.state.cursor = 0
-        self.state.replaying = self.state.count > 0
+        self.state.replaying = self.state.complete > 0
         self.state.looked_up = False
         self.state.broken = False
         self.state.pending = SIZE_MAX
+        return 0
 
-    cdef bint end(self) noexcept nogil:
-        """Whether the creation may be used."""
-        free(self.state.reserved)
-        self.state.reserved = NULL
-        return not self.state.broken
+    cdef bint end(self, bint created) noexcept nogil:
+        """After a creation; whether it was handed nothing but what an earlier one had packed.
+
+        ``created`` is whether its runtime is in use: otherwise nothing else has what it packed.
+        """
+        cdef PackedState* state = &self.state
+        free(state.reserved)
+        state.reserved = NULL
+        if not created:
+            while state.count > state.finished:
+                state.count -= 1
+                state.nbytes -= state.entries[state.count].size
+                free(state.entries[state.count].data)
+            return False
+        state.finished = state.count
+        if state.complete == 0:
+            state.complete = state.count
+        return state.replaying and state.cursor == state.complete
 
 
 cdef inline bint same_key(const PackedEntry* entry, const xnn_weights_cache_look_up_key* key) noexcept nogil:
@@ -329,7 +375,7 @@ cdef size_t packed_look_up(void* context, const xnn_weights_cache_look_up_key* k
     state.looked_up = True
     state.pending = SIZE_MAX
     if state.replaying:
-        if state.cursor < state.count:
+        if state.cursor < state.complete:
             entry = &state.entries[state.cursor]
             if entry.looked_up and same_key(entry, key):
                 state.pending = state.cursor
@@ -345,6 +391,7 @@ cdef void* packed_reserve(void* context, size_t n) noexcept nogil:
     cdef PackedState* state = <PackedState*> context
     free(state.reserved)
     state.reserved = NULL
+    state.pending = SIZE_MAX
     if n > SIZE_MAX - SLACK:
         return NULL
     state.reserved = xf_alloc(128, n + SLACK)
@@ -358,16 +405,18 @@ cdef size_t packed_insert(
         void* context, const xnn_weights_cache_look_up_key* key, void* data, size_t size) noexcept nogil:
     cdef PackedState* state = <PackedState*> context
     cdef PackedEntry* entry
+    cdef size_t pending = state.pending
+    state.pending = SIZE_MAX
     if data == NULL:
         # A convolution asks again after its hit; an answer of another size would be read out of bounds.
-        if state.pending != SIZE_MAX and state.entries[state.pending].size == size:
-            return state.pending
+        if pending != SIZE_MAX and same_key(&state.entries[pending], key) and state.entries[pending].size == size:
+            return pending
         state.broken = True
         return SIZE_MAX
     if data != state.reserved or size > state.reserved_size:
         state.broken = True
         return SIZE_MAX
-    if state.replaying and not state.looked_up and state.cursor < state.count:
+    if state.replaying and not state.looked_up and state.cursor < state.complete:
         # Operators that never look up have packed again: their bytes must be those of the first time.
         entry = &state.entries[state.cursor]
         if not entry.looked_up and same_key(entry, key) and entry.size == size and memcmp(entry.data, data, size) == 0:
@@ -414,13 +463,14 @@ cdef bint _initialized = False
 _initialize_lock = threading.Lock()
 
 
-def _new_lock():
-    # A thread that held it when the process forked does not exist in the child.
-    global _initialize_lock
+def _new_locks():
+    # A thread that held one when the process forked does not exist in the child.
+    global _initialize_lock, _packed_lock
     _initialize_lock = threading.Lock()
+    _packed_lock = threading.Lock()
 
 
-os.register_at_fork(after_in_child=_new_lock)
+os.register_at_fork(after_in_child=_new_locks)
 
 
 cdef int check_isa_cap() except -1:
@@ -456,6 +506,15 @@ cdef int initialize() except -1:
                 raise xnnpack_error("xnn_initialize", status)
             _initialized = True
     return 0
+
+
+def processor():
+    """Numbers of cpuinfo for this machine's microarchitectures, the first core's first: XNNPACK chooses by it too."""
+    cdef uint32_t found[64]
+    cdef int n, i
+    initialize()
+    n = xf_processor(found, 64)
+    return tuple([found[i] for i in range(n)])
 
 
 def isa():
@@ -543,6 +602,7 @@ cdef class Engine:
         cdef xnn_weights_cache_provider* provider = NULL
         cdef pthreadpool_t threads = NULL if pool is None else pool.pool
         cdef size_t i
+        cdef bint broken = False
         initialize()
         self.lowered = lowered
         self.pool = pool
@@ -580,15 +640,16 @@ cdef class Engine:
             status = xnn_create_workspace(&self.workspace)
             if status != xnn_status_success:
                 raise xnnpack_error("xnn_create_workspace", status)
-            if packed is not None:
+            if packed is not None and packed.intact():
                 with packed.acquire():
                     packed.begin()
                     with nogil:
                         status = xnn_create_runtime_v4(subgraph, &packed.provider, self.workspace, threads, flags | NO_FUSION, &self.rt)
-                    usable = packed.end()
-                if not usable:
-                    if status == xnn_status_success:
+                    broken = packed.state.broken
+                    if broken and status == xnn_status_success:
                         xnn_delete_runtime(self.rt)
+                    self.replayed = packed.end(status == xnn_status_success and not broken)
+                if broken:
                     self.rt = NULL
                     return Engine.create(lowered, shapes, pool, flags, None, planned)
                 self.packed = packed
@@ -807,7 +868,8 @@ cdef class Runtime:
     inputs, outputs : tuple of Value
     weights_cache : str
         What became of the cache: ``"off"``, ``"hit"`` (weights are mapped from its file), ``"saved"`` (packed and
-        written), ``"shared"`` (another runtime of the graph had packed already), or ``"not saved: "`` and why.
+        written), ``"shared"`` (another runtime of the graph had packed already), ``"not saved: "`` and why, or
+        ``"unused"`` as long as no engine was needed (inputs without elements).
     staged : int
         How many input or output arrays had to be copied so far, because they were not contiguous,
         not aligned, byte-swapped, or ended too close to the end of mapped memory.
@@ -827,12 +889,12 @@ cdef class Runtime:
     cdef readonly int threads
     cdef readonly bint check_finite
     cdef readonly size_t staged
-    cdef readonly str weights_cache
     cdef object lowered
+    cdef tuple declared
     cdef uint32_t flags
     cdef Engine engine
     cdef Pool pool
-    cdef PackedWeights packed
+    cdef Packing packing
     cdef bint closed, has_zero
     cdef size_t num_inputs, num_outputs
     # Current input and output shapes in C, for the checks of every call.
@@ -876,13 +938,10 @@ cdef class Runtime:
         self.staging = [None] * n
         self.plans = {}
         self.generation = xf_fork_generation
-        self.packed = packed_weights(graph, self.lowered, self.flags)
+        self.packing = prepare_packing(graph, self.lowered, self.flags, weights_cache)
         self.shape_key = None
-        self.weights_cache = "off"
-        if weights_cache is None or weights_cache is False:
-            self.select(tuple(value.shape for value in self.inputs))
-        else:
-            self.select_cached(weights_cache)
+        self.declared = tuple([value.shape for value in self.inputs])
+        self.select(self.declared)
 
     def __dealloc__(self):
         free(self.typenums)
@@ -890,26 +949,9 @@ cdef class Runtime:
         free(self.dims)
         free(self.sizes)
 
-    cdef int select_cached(self, object where) except -1:
-        """The first engine, with packed weights from a cache file if there is one, and into one if not."""
-        from .weights_cache import WeightsCache
-
-        cache = where if isinstance(where, WeightsCache) else WeightsCache(where)
-        with self.packed.acquire():
-            fresh = self.packed.state.count == 0
-            opened = cache.open(self.lowered, self.flags) if fresh else None
-            if opened is not None:
-                self.packed.attach(opened[0], opened[1], opened[2])
-        self.select(tuple(value.shape for value in self.inputs))
-        if opened is not None:
-            self.weights_cache = "hit"
-        elif not fresh:
-            self.weights_cache = "shared"
-        else:
-            with self.packed.acquire():
-                refused = cache.save(self.lowered, self.flags, self.packed.export())
-            self.weights_cache = "saved" if refused is None else f"not saved: {refused}"
-        return 0
+    @property
+    def weights_cache(self):
+        return self.packing.outcome
 
     cdef object value_at(self, size_t i):
         return self.inputs[i] if i < self.num_inputs else self.outputs[i - self.num_inputs]
@@ -936,8 +978,12 @@ cdef class Runtime:
                     raise ShapeError(
                         f"input {i} (value {value.id}): need rank {len(value.shape)} as in {value.shape}, got shape {shape}",
                         expected=value.shape, got=shape)
-            shapes = _shapes.infer(lowered, dict(zip(lowered.inputs, key)))
-            _shapes.check_workspace(lowered, shapes, self.graph.limits.max_workspace)
+            if key == self.declared:
+                # Inferred and measured when the graph was validated.
+                shapes = lowered.shapes
+            else:
+                shapes = _shapes.infer(lowered, dict(zip(lowered.inputs, key)))
+                _shapes.check_workspace(lowered, shapes, self.graph.limits.max_workspace)
             plan = (shapes, broadcast_pattern(lowered, shapes))
             if len(self.plans) >= 64:
                 self.plans.pop(next(iter(self.plans)))
@@ -955,10 +1001,7 @@ cdef class Runtime:
                     if self.threads > 1 and self.pool is None:
                         self.pool = Pool(self.threads)
                     self.engine = None
-                    misses = self.packed.state.misses
-                    self.engine = Engine.create(lowered, shapes, self.pool, self.flags, self.packed, False)
-                    if self.packed.state.misses > misses:
-                        release_packed(lowered)
+                    self.engine = self.packing.engine(shapes, self.pool, self.flags, False)
             except BaseException:
                 # Half-changed shapes inside the engine can't be trusted any more.
                 self.engine = None
@@ -1307,8 +1350,8 @@ cdef class Runtime:
         return {
             "mapped": sum(c.nbytes for c in self.graph.constants if c.in_place),
             "copied": sum(c.nbytes for c in self.graph.constants if not c.in_place),
-            "packed": self.packed.nbytes,
-            "packed_mapped": self.packed.mapped,
+            "packed": self.packing.packed.nbytes,
+            "packed_mapped": self.packing.packed.mapped,
             "workspace": workspace_size(self.engine),
             "staging": sum(array.nbytes for array in self.staging if array is not None),
         }
@@ -1374,12 +1417,91 @@ cdef size_t workspace_size(Engine engine):
     return (<size_t*> engine.workspace)[1]
 
 
-cdef PackedWeights packed_weights(Graph graph, object lowered, uint32_t flags):
-    """The packed weights of a graph, shared by all its runtimes that pack alike."""
-    shared = graph.caches.setdefault("packed", weakref.WeakValueDictionary())
-    packed = shared.get(flags)
-    if packed is None:
-        # A node packs at most twice; room for creations that could not replay.
-        packed = PackedWeights(4 * len(lowered.nodes) + 16)
-        shared[flags] = packed
+_packed_lock = threading.Lock()
+
+
+cdef PackedWeights packed_weights(Graph graph, object lowered, uint32_t flags, PackedWeights instead_of=None):
+    """The packed weights of a graph, shared by all its runtimes that pack alike; new ones in the place of some."""
+    cdef PackedWeights packed
+    with _packed_lock:
+        shared = graph.caches.setdefault("packed", weakref.WeakValueDictionary())
+        packed = shared.get(flags)
+        if packed is None or packed is instead_of or not packed.intact():
+            # A node packs at most twice; room for creations that could not replay.
+            packed = PackedWeights(4 * len(lowered.nodes) + 16)
+            shared[flags] = packed
     return packed
+
+
+@cython.final
+cdef class Packing:
+    """How one owner of engines comes by packed weights: shared with other owners, and by way of a cache file.
+
+    Attributes
+    ----------
+    outcome : str
+        What became of the cache, as :attr:`Runtime.weights_cache` says it.
+    """
+
+    cdef Engine engine(self, dict shapes, Pool pool, uint32_t flags, bint planned=True):
+        """An engine. The first one opens the cache, or fills it."""
+        cdef Engine made
+        cdef bint first, attached = False, read = False
+        cdef size_t misses
+        if self.cache is None or self.done:
+            misses = self.packed.state.misses
+            made = Engine.create(self.lowered, shapes, pool, flags, self.packed, planned)
+            if self.packed.state.misses > misses:
+                release_packed(self.lowered)
+            return made
+        identity = None
+        with self.packed.acquire():
+            if not self.packed.state.finished:
+                identity = self.cache.identify(self.lowered, self.flags)
+                read = identity.read
+                opened = self.cache.open(identity)
+                if opened is not None:
+                    attached = self.packed.attach(opened[0], opened[1], identity.plan.addresses)
+        made = Engine.create(self.lowered, shapes, pool, flags, self.packed, planned)
+        if attached and not made.replayed:
+            # The engine asked for other weights than those of the file: nobody shall have them.
+            made = None
+            attached = False
+            self.packed = packed_weights(self.graph, self.lowered, self.flags, self.packed)
+            made = Engine.create(self.lowered, shapes, pool, flags, self.packed, planned)
+        self.done = True
+        self.outcome = "hit" if attached else self.keep(identity, made)
+        if read or not attached:
+            release_packed(self.lowered)
+        return made
+
+    cdef str keep(self, object identity, Engine made):
+        """Put packed weights into the cache; what became of that."""
+        if made.packed is None:
+            return "not saved: XNNPACK did not pack as announced"
+        with self.packed.saving:
+            late = identity is None or made.replayed
+            if late:
+                if identity is None:
+                    identity = self.cache.identify(self.lowered, self.flags)
+                # Packed by someone else, some time ago: perhaps from other bytes than the constants have now.
+                if self.cache.holds(identity) or not self.cache.steady(identity, self.packed.since):
+                    return "shared"
+            refusal = self.cache.save(identity, self.packed.export(), self.packed.since)
+        return "saved" if refusal is None else f"not saved: {refusal}"
+
+
+cdef Packing prepare_packing(Graph graph, object lowered, uint32_t flags, object where):
+    """Packed weights for one owner of engines; ``where`` is what the user gave as weights_cache."""
+    cdef Packing made = Packing.__new__(Packing)
+    made.graph = graph
+    made.lowered = lowered
+    made.flags = flags
+    made.outcome = "off"
+    if where is not None and where is not False:
+        from .weights_cache import WeightsCache
+
+        made.cache = where if isinstance(where, WeightsCache) else WeightsCache(where)
+        made.outcome = "unused"
+    made.packed = packed_weights(graph, lowered, flags)
+    return made

@@ -16,6 +16,7 @@ from ._graph import Constant, Graph, Node, Value
 from .batching import Batching, analyze, free_batch
 from .errors import GraphError
 from .ops import OPS
+from .ops._rules import RESHAPE_2D
 from .quantization import PerChannel, PerToken
 
 KEEP_DIMS = 0x40
@@ -71,10 +72,43 @@ class Lowered:
         self.broadcasts: tuple[tuple[int, int, int], ...] = ()
         self.pinned: tuple[int, ...] = ()
         self.dropped: tuple[int, ...] = ()
-        self.batching: Batching | None = None
-        self.batch_error: GraphError | None = None
-        self.follows_batch = False
+        #: Flags -> what a weights cache has to know of the graph.
+        self.plans: dict[int, object] = {}
+        self._batching: Batching | None = None
+        self._batch_error: GraphError | None = None
+        self._follows_batch = False
+        self._analyzed = True
         self._next = -1
+
+    @property
+    def batching(self) -> Batching | None:
+        self._analyze()
+        return self._batching
+
+    @property
+    def batch_error(self) -> GraphError | None:
+        self._analyze()
+        return self._batch_error
+
+    @property
+    def follows_batch(self) -> bool:
+        self._analyze()
+        return self._follows_batch
+
+    def _analyze(self) -> None:
+        if self._analyzed:
+            return
+        try:
+            self._batching = analyze(self)
+        except GraphError as error:
+            self._batch_error = error.with_traceback(None)
+        self._follows_batch = free_batch(self, self._batching)
+        self._analyzed = True
+
+    @property
+    def shapes(self) -> dict[int, tuple[int, ...]]:
+        """Value id -> declared shape: what shape inference gives for the declared inputs."""
+        return {id: value.shape for id, value in self.values.items()}
 
     def value(self, id: int) -> Value:
         return self.values[id]
@@ -97,12 +131,12 @@ def lower(graph: Graph) -> Lowered:
     lowered = graph.caches.get("lowered")
     if lowered is None:
         lowered = _lower(graph)
-        try:
-            lowered.batching = analyze(lowered)
-        except GraphError as error:
-            lowered.batch_error = error.with_traceback(None)
-        lowered.follows_batch = free_batch(lowered, lowered.batching)
-        graph.caches["lowered"] = _finish(lowered)
+        lowered._analyzed = False
+        if any(_bakes_in_batch(node) for node in lowered.nodes):
+            lowered._analyze()
+        # Otherwise no node is rewritten, and who runs the declared batch need not know where it is.
+        # The first of several threads has made it for all: weights are packed once for a lowered graph.
+        lowered = graph.caches.setdefault("lowered", _finish(lowered))
     return lowered
 
 
@@ -118,10 +152,15 @@ def lower_batches(graph: Graph, inputs: Sequence[int] | None = None, batch: int 
     lowered = graph.caches.get(key)
     if lowered is None:
         lowered = _lower(graph)
-        lowered.batching = analyze(lowered, inputs=inputs, batch=batch)
-        lowered.follows_batch = free_batch(lowered, lowered.batching, strict=True)
-        graph.caches[key] = _finish(lowered)
+        lowered._batching = analyze(lowered, inputs=inputs, batch=batch)
+        lowered._follows_batch = free_batch(lowered, lowered._batching, strict=True)
+        lowered = graph.caches.setdefault(key, _finish(lowered))
     return lowered
+
+
+def _bakes_in_batch(node: Node) -> bool:
+    name = node.op.name
+    return name == "static_reshape" or (name == "fully_connected" and bool(node.flags & RESHAPE_2D))
 
 
 def _lower(graph: Graph) -> Lowered:
@@ -219,7 +258,9 @@ def _divide_bias(result: Lowered, node: Node) -> Node:
             value=bias,
         )
     id = result.like(bias)
-    result.values[id] = result.values[id].replace(constant=_constant(divided))
+    # One for all lowered forms of the graph: packed weights are known by the addresses of constants.
+    constant = result.graph.caches.setdefault(("divided", weights, bias), _constant(divided))
+    result.values[id] = result.values[id].replace(constant=constant)
     return node.replace(inputs=(x, weights, id))
 
 

@@ -1,25 +1,31 @@
 """Packed weights on disk: written once, mapped by every later process that runs the same graph.
 
 XNNPACK copies and reorders every filter when a runtime is created. A cache file holds the result of that
-for one graph, one set of runtime flags, one build of XNNPACK and one choice of instruction sets. Whatever
-does not fit exactly means that weights are packed afresh; nothing read from a file is believed before
-it has been checked.
+for one graph, one set of runtime flags, one build of XNNPACK and one choice of kernels. Whatever does not
+fit exactly means that weights are packed afresh; nothing read from a file is believed before it has been
+checked.
 
 What a file's name and header stand for:
 
 * *structure*: a digest of the lowered graph with all quantization, flags, the vendored build, instruction
-  sets, package version and format. Computed at every use.
-* *content*: a digest of the bytes of every constant. Reading 100 MB for it would cost as much as packing, so
-  it is remembered for a model file under the file's device, inode, size and both times, if those times were
-  already old when the bytes were read: a later change of the file then shows in its change time.
+  sets and processor, and format. Computed at every use.
+* *content*: a digest of the bytes of every constant that is packed. Reading 100 MB for it would cost as much
+  as packing, so it is remembered for a model file under the file's device, inode, size and both times, if
+  those times were already old when the bytes were read: a later change of the file then shows in its change
+  time.
 
-The same reasoning spares the checksum over a cache file that was verified before: its *seal* holds what
+The same reasoning spares the checksums over a cache file that was verified before: its *seal* holds what
 the file's own inode and times were. Any writing to either file breaks the seal.
+
+Entries stand in the order in which XNNPACK asks for packed weights, one for each node that has any. Each
+repeats XNNPACK's own key and a fingerprint of its node, and has a checksum that covers all of that, the
+graph's identity, its own place and the packed bytes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import marshal
@@ -28,11 +34,9 @@ import stat
 import struct
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from ._graph import address_of
 from ._payload import Payload
@@ -44,15 +48,21 @@ ENV_LIMIT = "XNNFAST_CACHE_LIMIT"
 DEFAULT_LIMIT = 8 << 30
 SUFFIX = ".xnnw"
 SEAL = ".seal"
+KNOWN = "known"
 
 MAGIC = b"XNNFASTW"
+#: Raised with every change of the layout below, or of how the runtime defines values and nodes in XNNPACK.
 FORMAT = 1
-#: magic, format, entries, table offset, blob offset, file size, then digests: structure, content, table, blob.
-HEADER = struct.Struct("<8sIIQQQ32s32s32s32s")
-#: The header's own digest follows it.
+#: magic, format, entries, bytes of the description, zero, table offset, blob offset, file size, then digests:
+#: structure, content, and everything between header and blob.
+HEADER = struct.Struct("<8sIIIIQQQ32s32s32s")
+#: Its last 32 bytes are the header's own digest.
 HEADER_SIZE = 256
-#: seed, looked up, ordinals of kernel and bias among the graph's constants (-1: none), offset, size.
-ENTRY = struct.Struct("<IIqqQQ")
+#: seed, looked up, ordinals of kernel and bias among the packed constants (-1: no bias), offset, size,
+#: fingerprint of the node. A checksum follows.
+ENTRY = struct.Struct("<IIqqQQ16s")
+CHECKSUM = 32
+ENTRY_SIZE = ENTRY.size + CHECKSUM
 #: XNNPACK wants 64; 128 keeps entries off one another's prefetched lines.
 ALIGNMENT = 128
 #: Readable bytes that must follow an entry's last.
@@ -62,6 +72,20 @@ PAGE = 4096
 SETTLED_NS = 2_000_000_000
 #: More entries than any graph has nodes; a header that claims more is damaged.
 MAX_ENTRIES = 1 << 20
+MAX_ABOUT = 1 << 16
+#: Operators whose weights XNNPACK packs by way of the cache, once for each node.
+PACKING = frozenset(("fully_connected", "conv2d", "depthwise_conv2d", "conv_transpose2d"))
+#: File systems whose change times can be relied upon: kept by this kernel, and set by no one else.
+KEEP_TIMES = frozenset(
+    "bcachefs btrfs erofs ext2 ext3 ext4 f2fs jfs overlay ramfs reiserfs rootfs squashfs tmpfs xfs zfs".split()
+)
+#: Seconds after which what a killed writer left is removed, and what is remembered of unused model files.
+LEFTOVER = 3600.0
+FORGET = 90 * 86400.0
+
+Stamp = tuple[int, int, int, int, int]
+#: seed, looked up, addresses of kernel and bias, packed bytes: what the runtime hands over, in its order.
+Packed = tuple[int, bool, int, int, memoryview]
 
 
 class Entry(NamedTuple):
@@ -73,6 +97,87 @@ class Entry(NamedTuple):
     bias: int
     offset: int
     size: int
+    fingerprint: bytes
+
+
+class Expected(NamedTuple):
+    """What an entry must be to belong to a node."""
+
+    kernel: int
+    bias: int
+    fingerprint: bytes
+    #: No packing of the filter is smaller.
+    at_least: int
+
+
+class Plan:
+    """What of a lowered graph is packed, and everything except the constants' bytes that packing depends on.
+
+    Attributes
+    ----------
+    structure : bytes
+    constants : list of Value
+        Those that are packed, in the order of first use; entries refer to them by their place here.
+    addresses : list of int
+    expected : list of Expected
+        One for each node that packs, in running order.
+    owners : list of Payload
+        Mapped files that constants come from.
+    fixed : bool
+        Whether all bytes are copies that nobody else can write.
+    """
+
+    def __init__(self, lowered: Any, flags: int) -> None:
+        ordinals: dict[int, int] = {}
+        self.constants: list[Any] = []
+        self.expected: list[Expected] = []
+        described = {value.id: describe(value) for value in lowered.values.values()}
+        digest = hashlib.sha256(marshal.dumps((build(), flags, lowered.inputs, lowered.outputs), 2))
+        for node in lowered.nodes:
+            packs = node.op.name in PACKING and all(
+                each is None or lowered.values[each].constant is not None for each in node.inputs[1:]
+            )
+            if packs:
+                for each in node.inputs[1:]:
+                    if each is not None and each not in ordinals:
+                        ordinals[each] = len(self.constants)
+                        self.constants.append(lowered.values[each])
+            places = [ordinals.get(each, -1) for each in node.inputs]
+            text = marshal.dumps(
+                (
+                    node.op.name,
+                    sorted(node.attrs.items()),
+                    node.flags,
+                    node.clamp,
+                    [None if each is None else described[each] for each in node.inputs],
+                    [described[each] for each in node.outputs],
+                    places,
+                ),
+                2,
+            )
+            digest.update(text)
+            if packs:
+                filter = lowered.values[node.inputs[1]]
+                # An fp16 layer may have an fp32 filter, which is halved.
+                least = filter.nbytes // 2 if filter.datatype == "fp32" else filter.nbytes
+                bias = places[2] if len(places) > 2 else -1
+                self.expected.append(Expected(places[1], bias, hashlib.sha256(text).digest()[:16], least))
+        self.structure = digest.digest()
+        self.addresses = [address_of(value.constant.data) for value in self.constants]
+        owners = {id(value.constant.owner): value.constant.owner for value in self.constants}
+        self.owners = [owner for owner in owners.values() if owner is not None and owner.mapped]
+        self.fixed = all(value.constant.reason is not None for value in self.constants)
+        self.content: bytes | None = None
+        self.source: str = lowered.graph.source
+
+
+class Identity(NamedTuple):
+    """What a cache file must be for."""
+
+    plan: Plan
+    content: bytes
+    #: Whether the constants had to be read for it.
+    read: bool
 
 
 class WeightsCache:
@@ -88,143 +193,201 @@ class WeightsCache:
     ------
     UnsupportedError
         ``True`` without platformdirs and without ``XNNFAST_CACHE_DIR``.
+    ArgumentError
+        Something else was given, or ``XNNFAST_CACHE_LIMIT`` is no number.
     """
 
     def __init__(self, where: bool | str | os.PathLike[str] = True) -> None:
         self.file: Path | None = None
+        self.limit = limit()
         if where is True:
             self.folder = default_folder()
             return
-        if isinstance(where, bool) or not isinstance(where, (str, os.PathLike)):
-            raise ArgumentError(f"weights_cache: need True, a folder or a file, got {type(where).__name__}")
-        text = os.fspath(where)
+        text = os.fspath(where) if isinstance(where, (str, os.PathLike)) else where
+        if not isinstance(text, str) or not text or "\0" in text:
+            raise ArgumentError(f"weights_cache: need True, a folder or a file, got {where!r}")
         path = Path(text)
-        if path.is_dir() or text.endswith(os.sep) or not path.suffix:
+        if path.is_dir() or text.endswith(os.sep) or not (path.suffix or path.is_file()):
             self.folder = path
         else:
             self.folder, self.file = path.parent, path
 
-    def path(self, structure: bytes, content: bytes) -> Path:
-        """The file for a graph."""
-        if self.file is not None:
-            return self.file
-        return self.folder / f"{hashlib.sha256(structure + content).hexdigest()[:40]}{SUFFIX}"
+    def __repr__(self) -> str:
+        return f"WeightsCache({os.fspath(self.file or self.folder)!r})"
 
     # -- use -------------------------------------------------------------------------------------------
 
-    def identify(self, lowered: Any, flags: int) -> tuple[bytes, bytes, list[int]]:
-        """(structure, content, addresses of the constants by ordinal) of what a runtime would pack."""
-        constants = [value for value in lowered.values.values() if value.constant is not None]
-        structure = structure_digest(lowered, constants, flags)
-        return structure, self._content(constants, structure), [address_of(v.constant.data) for v in constants]
+    def identify(self, lowered: Any, flags: int) -> Identity:
+        """What the file for a graph must be."""
+        plan = lowered.plans.get(flags)
+        if plan is None:
+            plan = lowered.plans[flags] = Plan(lowered, flags)
+        content, read = self._content(plan)
+        return Identity(plan, content, read)
 
-    def open(self, lowered: Any, flags: int) -> tuple[Payload, list[Entry], list[int]] | None:
-        """The mapped file, its entries and the constants' addresses; None when there is no usable file."""
-        structure, content, addresses = self.identify(lowered, flags)
-        path = self.path(structure, content)
-        opened = open_checked(path, structure, content, len(addresses))
-        if opened is None:
+    def path(self, identity: Identity) -> Path:
+        """The file for a graph."""
+        if self.file is not None:
+            return self.file
+        return self.folder / f"{hashlib.sha256(identity.plan.structure + identity.content).hexdigest()[:40]}{SUFFIX}"
+
+    def open(self, identity: Identity) -> tuple[Payload, list[Entry]] | None:
+        """The mapped file and its entries; None when there is no usable file."""
+        path = self.path(identity)
+        if self._refusal() is not None:
             return None
-        payload, entries = opened
-        self._touch(path)
-        return payload, entries, addresses
+        opened = open_checked(path, identity)
+        if opened is not None:
+            touch(seal_path(path))
+        return opened
 
-    def save(self, lowered: Any, flags: int, packed: list[tuple[int, bool, int, int, memoryview]]) -> str | None:
-        """Write what was packed; None if it was written, else why not. Never raises for the disk's sake."""
-        structure, content, addresses = self.identify(lowered, flags)
-        ordinals: dict[int, int] = {}
-        for ordinal, address in enumerate(addresses):
-            ordinals.setdefault(address, ordinal)
-        entries = []
-        for seed, looked_up, kernel, bias, data in packed:
-            places = [-1 if pointer == 0 else ordinals.get(pointer, -2) for pointer in (kernel, bias)]
-            if -2 in places:
+    def holds(self, identity: Identity) -> bool:
+        """Whether there is a file for the graph, checked except for the packed bytes."""
+        return self._refusal() is None and open_fitting(self.path(identity), identity) is not None
+
+    def save(self, identity: Identity, packed: Sequence[Packed], since: int) -> str | None:
+        """Write what was packed; None if it was written, else why not. Never raises for the disk's sake.
+
+        ``since`` is when packing began, or before, in nanoseconds since the epoch; the identity was made
+        before that, or the constants are :meth:`steady` since then.
+        """
+        plan = identity.plan
+        if not plan.expected:
+            return "the graph has no weights to pack"
+        if len(packed) != len(plan.expected):
+            return f"XNNPACK packed {len(packed)} weights for {len(plan.expected)} nodes"
+        for (_, _, kernel, bias, data), wanted in zip(packed, plan.expected):
+            known = 0 if wanted.bias < 0 else plan.addresses[wanted.bias]
+            if kernel != plan.addresses[wanted.kernel] or bias != known or len(data) < wanted.at_least:
                 return "XNNPACK packed weights that it had converted first"
-            entries.append((seed, looked_up, places[0], places[1], data))
-        if not entries:
-            return "nothing was packed"
+        # What was packed must be what was digested, whatever became of the bytes in between.
+        if not self.steady(identity, since) and content_digest(plan.constants) != identity.content:
+            return "the constants changed while they were packed"
+        path = self.path(identity)
         try:
-            make_folder(self.folder)
-            write_file(self.path(structure, content), structure, content, entries)
+            self._make_folder()
+            refusal = keep_off(path)
+            if refusal is not None:
+                return refusal
+            write_file(path, identity, packed)
             if self.file is None:
-                evict(self.folder, limit())
+                evict(self.folder, self.limit, keep=path)
+            else:
+                sweep(self.folder, f".{path.name}.")
         except OSError as error:
-            return f"{error.strerror or error}: {error.filename or self.folder}"
+            return f"{error.strerror or error}: {error.filename or path}"
         return None
 
-    def _touch(self, path: Path) -> None:
-        # The time of last use lives on the seal: a new time on the file itself would break the seal.
-        with contextlib.suppress(OSError):
-            seal = seal_path(path)
-            if time.time() - seal.stat().st_mtime > 60:
-                os.utime(seal)
+    @staticmethod
+    def steady(identity: Identity, since: int) -> bool:
+        """Whether the constants' bytes have certainly been the same since a time, in nanoseconds since the epoch."""
+        plan = identity.plan
+        for value in plan.constants:
+            if value.constant.in_place and (value.constant.owner is None or not value.constant.owner.mapped):
+                return False
+        return all(unchanged(owner) and at_rest(owner, since) for owner in plan.owners)
+
+    # -- the folder ------------------------------------------------------------------------------------
+
+    def _make_folder(self) -> None:
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        refusal = self._refusal()
+        if refusal is not None:
+            raise PermissionError(errno.EPERM, refusal, str(self.folder))
+
+    def _refusal(self) -> str | None:
+        """Why files of this folder can't be trusted; a folder that is not there has none."""
+        return refusal(self.folder, for_file=self.file is not None)
 
     # -- content ---------------------------------------------------------------------------------------
 
-    def _content(self, constants: list[Any], structure: bytes) -> bytes:
-        owners: dict[int, Payload] = {}
-        digest = hashlib.sha256()
-        stable = True
-        for value in constants:
-            owner = value.constant.owner
-            if owner is None:
-                # Made by lowering: small, and not in any file.
-                digest.update(value.constant.data)
-            elif unchanged(owner):
-                owners[id(owner)] = owner
-            else:
-                stable = False
-        if not stable or not owners:
-            return content_digest(constants)
-        for owner in owners.values():
-            digest.update(repr(owner.identity).encode())
-        digest.update(structure)
-        known = self.folder / "known" / digest.hexdigest()[:40]
-        found = read_small(known, 64)
+    def _content(self, plan: Plan) -> tuple[bytes, bool]:
+        if plan.fixed:
+            if plan.content is None:
+                plan.content = content_digest(plan.constants)
+                return plan.content, True
+            return plan.content, False
+        if not plan.owners or not all(unchanged(owner) for owner in plan.owners):
+            return content_digest(plan.constants), True
+        key = self._key(plan)
+        path = self._known(key) if key is not None and self._refusal() is None else None
+        if path is None:
+            return content_digest(plan.constants), True
+        found = recall(path, key)
         if found is not None:
-            with contextlib.suppress(ValueError):
-                return bytes.fromhex(found.decode("ascii", "replace"))
-        content = content_digest(constants)
+            return found, False
+        # The time of before reading: what is written meanwhile must show.
         now = time.time_ns()
-        settled = all(max(owner.identity[3:]) + SETTLED_NS < now and unchanged(owner) for owner in owners.values())
-        if settled:
+        content = content_digest(plan.constants)
+        if all(at_rest(owner, now) and unchanged(owner) for owner in plan.owners):
             with contextlib.suppress(OSError):
-                make_folder(known.parent)
-                write_small(known, content.hex().encode())
-        return content
+                self._make_folder()
+                path.parent.mkdir(mode=0o700, exist_ok=True)
+                write_small(path, f"{key} {content.hex()}".encode())
+        return content, True
+
+    def _key(self, plan: Plan) -> str | None:
+        """Which bytes of which files the constants are, None where that does not say it all."""
+        numbers = {id(owner): place for place, owner in enumerate(plan.owners)}
+        digest = hashlib.sha256(plan.structure)
+        digest.update(repr([owner.identity for owner in plan.owners]).encode())
+        for value in plan.constants:
+            constant = value.constant
+            number = numbers.get(id(constant.owner))
+            if number is not None and constant.offset >= 0:
+                digest.update(struct.pack("<qqq", number, constant.offset, constant.nbytes))
+            elif constant.in_place:
+                return None
+            else:
+                # Made by lowering, and small.
+                digest.update(struct.pack("<qq", -1, constant.nbytes))
+                digest.update(constant.data)
+        return digest.hexdigest()
+
+    def _known(self, key: str) -> Path:
+        if self.file is not None:
+            return self.file.with_name(f"{self.file.name}.{KNOWN}")
+        return self.folder / KNOWN / key[:40]
 
 
 # ---- identity
 
+_build: tuple[Any, ...] | None = None
 
-def structure_digest(lowered: Any, constants: list[Any], flags: int) -> bytes:
-    """Digest of everything but the constants' bytes that packing depends on."""
-    from ._generated.build_info import INFO
-    from ._runtime import isa
-    from .configuration import __version__
 
-    ordinal = {value.id: place for place, value in enumerate(constants)}
-    digest = hashlib.sha256()
-    values = []
-    for value in lowered.values.values():
-        quantization = value.quantization
+def build() -> tuple[Any, ...]:
+    """What of this installation and this machine decides how weights are packed."""
+    global _build
+    if _build is None:
+        from ._generated.build_info import INFO
+        from ._runtime import isa, processor
+
+        archives = tuple([archive["sha256"] for archive in INFO["archives"]])
+        _build = (INFO["key"], archives, tuple(isa()), processor(), FORMAT)
+    return _build
+
+
+def describe(value: Any) -> tuple[Any, ...]:
+    """Everything about a value but its bytes."""
+    quantization = value.quantization
+    if quantization is not None:
         scales = getattr(quantization, "scales", None)
-        if scales is not None:
-            digest.update(np.ascontiguousarray(scales))
-            quantization = (type(quantization).__name__, quantization.axis, getattr(quantization, "block_size", 0), scales.shape)
-        elif quantization is not None:
+        if scales is None:
             quantization = (type(quantization).__name__, *quantization)
-        values.append((value.id, value.datatype, value.shape, quantization, ordinal.get(value.id)))
-    nodes = [
-        (node.op.name, node.inputs, node.outputs, sorted(node.attrs.items()), node.flags, node.clamp) for node in lowered.nodes
-    ]
-    build = (INFO["key"], [archive["sha256"] for archive in INFO["archives"]], isa(), __version__, FORMAT)
-    digest.update(marshal.dumps((values, nodes, flags, build, lowered.inputs, lowered.outputs), 2))
-    return digest.digest()
+        else:
+            quantization = (
+                type(quantization).__name__,
+                quantization.axis,
+                getattr(quantization, "block_size", 0),
+                scales.dtype.str,
+                scales.size,
+                hashlib.sha256(scales.tobytes()).digest(),
+            )
+    return value.id, value.datatype, value.shape, quantization, value.constant is not None
 
 
-def content_digest(constants: list[Any]) -> bytes:
-    """Digest of the bytes of all constants, lengths included."""
+def content_digest(constants: Sequence[Any]) -> bytes:
+    """Digest of the bytes of constants, lengths included."""
     digest = hashlib.sha256()
     for value in constants:
         data = value.constant.data[: value.nbytes]
@@ -233,18 +396,64 @@ def content_digest(constants: list[Any]) -> bytes:
     return digest.digest()
 
 
+def file_stamp(status: os.stat_result) -> Stamp:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
 def unchanged(payload: Payload) -> bool:
     """Whether the payload is a mapped file that is still what it was when it was opened."""
     if payload.identity is None:
         return False
     try:
-        return file_identity(os.stat(payload.name)) == payload.identity
+        return file_stamp(os.stat(payload.name)) == payload.identity
     except OSError:
         return False
 
 
-def file_identity(status: os.stat_result) -> tuple[int, int, int, int, int]:
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+def at_rest(payload: Payload, now: int) -> bool:
+    """Whether every change of the mapped file from that time on shows, or has shown, in its change time."""
+    # The change time, unlike the other one, can't be set.
+    return payload.identity is not None and payload.identity[4] + SETTLED_NS < now and keeps_times(payload)
+
+
+_keeps_times: dict[tuple[int, str], bool] = {}
+
+
+def keeps_times(payload: Payload) -> bool:
+    """Whether the payload's file lies in a file system whose change times can be relied upon."""
+    assert payload.identity is not None
+    folder = os.path.dirname(os.path.realpath(payload.name))
+    key = payload.identity[0], folder
+    if key not in _keeps_times:
+        if len(_keeps_times) >= 256:
+            _keeps_times.clear()
+        _keeps_times[key] = file_system(folder) in KEEP_TIMES
+    return _keeps_times[key]
+
+
+def file_system(folder: str) -> str | None:
+    """The kind of file system that is mounted at a folder, None where that can't be told."""
+    try:
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
+            mounts = [line.split() for line in lines]
+    except OSError:
+        return None
+    kind, longest = None, -1
+    for fields in mounts:
+        with contextlib.suppress(ValueError, IndexError):
+            point = unescaped(fields[4])
+            inside = point == "/" or folder == point or folder.startswith(point + "/")
+            # Of mounts over one another, the last is what one sees.
+            if inside and len(point) >= longest:
+                kind, longest = fields[fields.index("-") + 1], len(point)
+    return kind
+
+
+def unescaped(text: str) -> str:
+    """A path as mountinfo writes it: blanks and backslashes are octal there."""
+    for code in ("\\040", "\\011", "\\012", "\\134"):
+        text = text.replace(code, chr(int(code[1:], 8)))
+    return text
 
 
 # ---- files
@@ -274,12 +483,19 @@ def limit() -> int:
     return int(text)
 
 
-def make_folder(folder: Path) -> None:
-    """The folder, made for its owner alone; PermissionError if others could put files there."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = folder.stat()
-    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
-        raise PermissionError(1, "need a cache folder that only its owner can write", str(folder))
+def refusal(folder: Path, *, for_file: bool = False) -> str | None:
+    """Why files of a folder can't be trusted, None if they can or there is no such folder.
+
+    Whoever may write to a folder can put other files in the place of ours. A single file may also lie in a
+    folder of the system's, where others can add files but not touch this one.
+    """
+    try:
+        status = os.stat(folder)
+    except OSError:
+        return None
+    mine = status.st_uid == os.geteuid() or (for_file and status.st_uid == 0)
+    open_to_others = status.st_mode & 0o022 and not (for_file and status.st_mode & stat.S_ISVTX)
+    return None if mine and not open_to_others else "need a cache folder that only its owner can write"
 
 
 def own_file(status: os.stat_result) -> bool:
@@ -287,32 +503,49 @@ def own_file(status: os.stat_result) -> bool:
     return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022
 
 
-def read_small(path: Path, most: int) -> bytes | None:
-    """A small file of our own; None when it is missing, foreign or too large."""
+def keep_off(path: Path) -> str | None:
+    """Why whatever is in the file's place must stay there; None if there is nothing, or an older cache file."""
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:
+        return None
+    if not own_file(status):
+        return f"{path} is not a regular file that its owner alone can write"
+    if status.st_size and read_start(path, len(MAGIC)) != MAGIC:
+        return f"{path} is there and is no cache file"
+    return None
+
+
+def read_start(path: Path, count: int) -> bytes | None:
+    """The first bytes of a file of our own; None when it is missing or foreign."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return None
     try:
-        if not own_file(os.fstat(fd)):
-            return None
-        data = os.read(fd, most + 1)
-        return data if len(data) <= most else None
+        return os.read(fd, count) if own_file(os.fstat(fd)) else None
     except OSError:
         return None
     finally:
         os.close(fd)
 
 
+def read_small(path: Path, most: int) -> bytes | None:
+    """A small file of our own; None when it is missing, foreign or too large."""
+    data = read_start(path, most + 1)
+    return data if data is not None and len(data) <= most else None
+
+
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Any]:
+def replacing(path: Path, *, sync: bool = True) -> Iterator[Any]:
     """A file that appears under its name when it is whole, and not at all otherwise."""
     fd, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(fd, "wb") as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(name, path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -321,52 +554,155 @@ def replacing(path: Path) -> Iterator[Any]:
 
 
 def write_small(path: Path, data: bytes) -> None:
-    with replacing(path) as file:
+    # If the machine stops now, the file may be empty afterwards: then it says nothing.
+    with replacing(path, sync=False) as file:
         file.write(data)
+
+
+def recall(path: Path, key: str) -> bytes | None:
+    """The digest that was remembered under a key."""
+    found = read_small(path, 256)
+    if found is None:
+        return None
+    name, _, content = found.decode("ascii", "replace").partition(" ")
+    with contextlib.suppress(ValueError):
+        digest = bytes.fromhex(content)
+        if name == key and len(digest) == 32:
+            return digest
+    return None
 
 
 def seal_path(path: Path) -> Path:
     return path.with_name(path.name + SEAL)
 
 
+def touch(seal: Path) -> None:
+    # The time of last use lives on the seal: a new time on the file itself would break the seal.
+    with contextlib.suppress(OSError):
+        if time.time() - os.lstat(seal).st_mtime > 60:
+            os.utime(seal, follow_symlinks=False)
+
+
 def align(offset: int, alignment: int) -> int:
     return -(-offset // alignment) * alignment
 
 
-def write_file(path: Path, structure: bytes, content: bytes, entries: list[tuple[int, bool, int, int, memoryview]]) -> None:
-    table_offset = HEADER_SIZE
-    blob_offset = align(table_offset + ENTRY.size * len(entries), PAGE)
-    table = bytearray()
-    offset = blob_offset
-    for seed, looked_up, kernel, bias, data in entries:
-        table += ENTRY.pack(seed, looked_up, kernel, bias, offset, len(data))
-        offset = align(offset + len(data) + SLACK, ALIGNMENT)
-    size = offset
+def reserve(fd: int, size: int) -> None:
+    """Have the disk set aside that many bytes: one that fills up halfway is no way to find out."""
+    if not hasattr(os, "posix_fallocate"):
+        return
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except OSError as error:
+        # Not every file system can.
+        if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+            raise
+
+
+def about(plan: Plan) -> bytes:
+    """For people who look at a file: where it comes from."""
+    _, _, sets, processor, _ = build()
+    text = json.dumps({"source": plan.source[-1024:], "isa": sets, "processor": processor})
+    return text.encode()[:MAX_ABOUT]
+
+
+def checksum(identity: bytes, place: int, entry: bytes) -> Any:
+    """The digest of an entry, to be fed with its bytes up to the next one."""
+    return hashlib.sha256(identity + struct.pack("<Q", place) + entry)
+
+
+def write_file(path: Path, identity: Identity, packed: Sequence[Packed]) -> None:
+    """Write a cache file; it appears under its name when it is whole."""
+    plan = identity.plan
+    both = plan.structure + identity.content
+    description = about(plan)
+    table_offset = align(HEADER_SIZE + len(description), 8)
+    blob_offset = align(table_offset + ENTRY_SIZE * len(packed), PAGE)
+    offsets = [blob_offset]
+    for *_, data in packed:
+        offsets.append(align(offsets[-1] + len(data) + SLACK, ALIGNMENT))
+    front = bytearray(blob_offset - HEADER_SIZE)
+    front[: len(description)] = description
     with replacing(path) as file:
-        # All of it now: a disk that fills up halfway leaves nothing behind.
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(file.fileno(), 0, size)
-        blob = hashlib.sha256()
+        reserve(file.fileno(), offsets[-1])
         file.seek(blob_offset)
-        for (_, _, _, _, data), place in zip(entries, range(len(entries))):
-            start, length = ENTRY.unpack_from(table, place * ENTRY.size)[4:]
-            end = align(start + length + SLACK, ALIGNMENT)
-            padding = bytes(end - start - length)
-            for part in (data, padding):
+        for place, ((seed, looked_up, _, _, data), wanted) in enumerate(zip(packed, plan.expected)):
+            entry = ENTRY.pack(
+                seed, looked_up, wanted.kernel, wanted.bias, offsets[place], len(data), wanted.fingerprint
+            )
+            digest = checksum(both, place, entry)
+            for part in (data, bytes(offsets[place + 1] - offsets[place] - len(data))):
                 file.write(part)
-                blob.update(part)
+                digest.update(part)
+            start = table_offset - HEADER_SIZE + place * ENTRY_SIZE
+            front[start : start + ENTRY_SIZE] = entry + digest.digest()
         header = HEADER.pack(
-            MAGIC, FORMAT, len(entries), table_offset, blob_offset, size, structure, content,
-            hashlib.sha256(table).digest(), blob.digest(),
-        )  # fmt: skip
+            MAGIC, FORMAT, len(packed), len(description), 0, table_offset, blob_offset, offsets[-1], plan.structure,
+            identity.content, hashlib.sha256(front).digest(),
+        ).ljust(HEADER_SIZE - 32, b"\0")  # fmt: skip
         file.seek(0)
         file.write(header + hashlib.sha256(header).digest())
-        file.seek(table_offset)
-        file.write(table)
+        file.write(front)
 
 
-def open_checked(path: Path, structure: bytes, content: bytes, constants: int) -> tuple[Payload, list[Entry]] | None:
-    """The file mapped, if it is ours, whole, and for exactly this graph."""
+class Front(NamedTuple):
+    """What stands before a cache file's packed bytes."""
+
+    structure: bytes
+    content: bytes
+    about: bytes
+    entries: list[Entry]
+    checksums: list[bytes]
+
+
+def parse(view: memoryview) -> Front | None:
+    """The front of a cache file, every number checked; None if anything is out of order."""
+    if len(view) < HEADER_SIZE:
+        return None
+    fields = HEADER.unpack_from(view)
+    magic, version, count, described, zero, table_offset, blob_offset, size, structure, content, front_sum = fields
+    if magic != MAGIC or version != FORMAT or zero or any(view[HEADER.size : HEADER_SIZE - 32]):
+        return None
+    if hashlib.sha256(view[: HEADER_SIZE - 32]).digest() != view[HEADER_SIZE - 32 : HEADER_SIZE]:
+        return None
+    if size != len(view) or count > MAX_ENTRIES or described > MAX_ABOUT:
+        return None
+    if table_offset != align(HEADER_SIZE + described, 8) or blob_offset % PAGE:
+        return None
+    table_end = table_offset + count * ENTRY_SIZE
+    if not table_end <= blob_offset <= size:
+        return None
+    if hashlib.sha256(view[HEADER_SIZE:blob_offset]).digest() != front_sum:
+        return None
+    entries = []
+    checksums = []
+    end = blob_offset
+    for start in range(table_offset, table_end, ENTRY_SIZE):
+        seed, looked_up, kernel, bias, offset, length, fingerprint = ENTRY.unpack_from(view, start)
+        if looked_up > 1 or offset != end or length > size or offset + length + SLACK > size:
+            return None
+        end = align(offset + length + SLACK, ALIGNMENT)
+        entries.append(Entry(seed, bool(looked_up), kernel, bias, offset, length, fingerprint))
+        checksums.append(bytes(view[start + ENTRY.size : start + ENTRY_SIZE]))
+    if end != size:
+        return None
+    return Front(structure, content, bytes(view[HEADER_SIZE : HEADER_SIZE + described]), entries, checksums)
+
+
+def bad_entry(view: memoryview, front: Front) -> int | None:
+    """The place of the first entry whose bytes are not those that were written; None if all are."""
+    both = front.structure + front.content
+    ends = [entry.offset for entry in front.entries[1:]] + [len(view)]
+    for place, (entry, end) in enumerate(zip(front.entries, ends)):
+        digest = checksum(both, place, ENTRY.pack(*entry))
+        digest.update(view[entry.offset : end])
+        if digest.digest() != front.checksums[place]:
+            return place
+    return None
+
+
+def open_fitting(path: Path, identity: Identity) -> tuple[Payload, Front] | None:
+    """The file mapped, if it is ours and says that it is for exactly this graph."""
     try:
         status = os.lstat(path)
         if not own_file(status):
@@ -375,49 +711,35 @@ def open_checked(path: Path, structure: bytes, content: bytes, constants: int) -
     except (OSError, FormatError):
         return None
     # The file that was opened, not another one that took its name in between.
-    if payload.identity != file_identity(status):
+    if payload.identity != file_stamp(status):
         return None
-    entries = parse(payload, constants)
-    if entries is None:
+    front = parse(memoryview(payload))
+    plan = identity.plan
+    if front is None or front.structure != plan.structure or front.content != identity.content:
         return None
-    view = memoryview(payload)
-    fields = HEADER.unpack_from(view)
-    if fields[6] != structure or fields[7] != content:
+    if len(front.entries) != len(plan.expected) or not front.entries:
         return None
+    for entry, wanted in zip(front.entries, plan.expected):
+        if (entry.kernel, entry.bias, entry.fingerprint) != wanted[:3] or entry.size < wanted.at_least:
+            return None
+    return payload, front
+
+
+def open_checked(path: Path, identity: Identity) -> tuple[Payload, list[Entry]] | None:
+    """The file mapped, if it is ours, whole, and for exactly this graph."""
+    opened = open_fitting(path, identity)
+    if opened is None:
+        return None
+    payload, front = opened
     if not sealed(path, payload):
-        if hashlib.sha256(view[fields[4] :]).digest() != fields[9]:
+        # The time of before reading: what is written meanwhile must show.
+        now = time.time_ns()
+        if bad_entry(memoryview(payload), front) is not None:
             return None
-        seal(path, payload)
-    return payload, entries
-
-
-def parse(payload: Payload, constants: int | None) -> list[Entry] | None:
-    """The entries of a cache file, every number checked; None if anything is out of order."""
-    view = memoryview(payload)
-    if len(view) < HEADER_SIZE:
-        return None
-    magic, version, count, table_offset, blob_offset, size, _, _, table_sum, _ = HEADER.unpack_from(view)
-    header_sum = bytes(view[HEADER.size : HEADER.size + 32])
-    if magic != MAGIC or version != FORMAT or hashlib.sha256(view[: HEADER.size]).digest() != header_sum:
-        return None
-    if size != len(view) or count > MAX_ENTRIES or table_offset != HEADER_SIZE or blob_offset % PAGE:
-        return None
-    table_end = table_offset + count * ENTRY.size
-    if not table_end <= blob_offset <= size:
-        return None
-    table = view[table_offset:table_end]
-    if hashlib.sha256(table).digest() != table_sum:
-        return None
-    entries = []
-    end = blob_offset
-    for seed, looked_up, kernel, bias, offset, length in ENTRY.iter_unpack(table):
-        if offset % ALIGNMENT or offset < end or length > size or offset + length + SLACK > size or looked_up > 1:
-            return None
-        if constants is not None and not (0 <= kernel < constants and -1 <= bias < constants):
-            return None
-        end = offset + length + SLACK
-        entries.append(Entry(seed, bool(looked_up), kernel, bias, offset, length))
-    return entries
+        if at_rest(payload, now) and unchanged(payload):
+            with contextlib.suppress(OSError):
+                write_small(seal_path(path), json.dumps(payload.identity).encode())
+    return payload, front.entries
 
 
 def sealed(path: Path, payload: Payload) -> bool:
@@ -427,16 +749,18 @@ def sealed(path: Path, payload: Payload) -> bool:
         return False
     try:
         return tuple(json.loads(data)) == payload.identity
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         return False
 
 
-def seal(path: Path, payload: Payload) -> None:
-    # A change that follows within the clock's tick would not show: only files at rest are sealed.
-    if payload.identity is None or max(payload.identity[3:]) + SETTLED_NS > time.time_ns():
-        return
-    with contextlib.suppress(OSError):
-        write_small(seal_path(path), json.dumps(payload.identity).encode())
+def intact(payload: Payload) -> bool:
+    """Whether nobody has written to, or cut, a file that is mapped. One that was replaced or removed is intact."""
+    assert payload.identity is not None
+    try:
+        now = file_stamp(os.stat(payload.name))
+    except OSError:
+        return True
+    return now[:2] != payload.identity[:2] or now[2:4] == payload.identity[2:4]
 
 
 # ---- care
@@ -454,16 +778,23 @@ class CacheFile(NamedTuple):
 def files(folder: Path) -> list[CacheFile]:
     """The cache files of a folder, least recently used first."""
     found = []
-    with contextlib.suppress(OSError):
-        for entry in os.scandir(folder):
-            if entry.name.endswith(SUFFIX) and entry.is_file(follow_symlinks=False):
+    for entry in scan(folder):
+        if entry.name.endswith(SUFFIX) and not entry.name.startswith(".") and entry.is_file(follow_symlinks=False):
+            with contextlib.suppress(OSError):
+                status = entry.stat(follow_symlinks=False)
+                used = status.st_mtime
                 with contextlib.suppress(OSError):
-                    status = entry.stat(follow_symlinks=False)
-                    used = status.st_mtime
-                    with contextlib.suppress(OSError):
-                        used = max(used, os.stat(entry.path + SEAL).st_mtime)
-                    found.append(CacheFile(Path(entry.path), status.st_size, used))
-    return sorted(found, key=lambda each: each.last_used)
+                    used = max(used, os.lstat(entry.path + SEAL).st_mtime)
+                found.append(CacheFile(Path(entry.path), status.st_size, used))
+    return sorted(found, key=lambda each: (each.last_used, each.path))
+
+
+def scan(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except OSError:
+        return []
 
 
 def remove(file: CacheFile) -> None:
@@ -473,31 +804,46 @@ def remove(file: CacheFile) -> None:
             path.unlink()
 
 
-def evict(folder: Path, most: int) -> list[CacheFile]:
-    """Remove least recently used files until at most that many bytes are left, and leftovers of killed writers."""
+def evict(folder: Path, most: int, *, keep: Path | None = None, unused_since: float | None = None) -> list[CacheFile]:
+    """Remove least recently used files until at most that many bytes are left, and leftovers of killed writers.
+
+    ``keep`` stays in any case: it was just made for someone. Files not used since ``unused_since`` go too.
+    """
     gone = []
     present = files(folder)
     total = sum(file.nbytes for file in present)
-    # The newest stays whatever its size: it was just made for someone.
-    for file in present[:-1]:
-        if total <= most:
-            break
-        remove(file)
-        total -= file.nbytes
-        gone.append(file)
+    for file in present:
+        old = unused_since is not None and file.last_used < unused_since
+        if file.path != keep and (total > most or old):
+            with contextlib.suppress(OSError):
+                remove(file)
+                gone.append(file)
+                total -= file.nbytes
     sweep(folder)
     return gone
 
 
-def sweep(folder: Path, older_than: float = 3600) -> None:
-    """Remove temporary files that a killed process left."""
+def sweep(folder: Path, prefix: str | None = None, older_than: float = LEFTOVER) -> None:
+    """Remove what a killed process left, seals of files that are gone, and what is known of forgotten models."""
     now = time.time()
-    with contextlib.suppress(OSError):
-        for entry in os.scandir(folder):
-            if entry.name.startswith(".") and SUFFIX in entry.name:
+
+    def unlink(entries: list[os.DirEntry[str]], condition: Callable[[str], bool], age: float) -> None:
+        for entry in entries:
+            if condition(entry.name):
                 with contextlib.suppress(OSError):
-                    if now - entry.stat(follow_symlinks=False).st_mtime > older_than:
+                    if now - entry.stat(follow_symlinks=False).st_mtime > age:
                         os.unlink(entry.path)
+
+    if prefix is not None:
+        unlink(scan(folder), lambda name: name.startswith(prefix), older_than)
+        return
+    present = scan(folder)
+    names = {entry.name for entry in present}
+    unlink(present, lambda name: name.startswith(".") and SUFFIX in name, older_than)
+    unlink(present, lambda name: name.endswith(SUFFIX + SEAL) and name[: -len(SEAL)] not in names, older_than)
+    known = scan(folder / KNOWN)
+    unlink(known, lambda name: name.startswith("."), older_than)
+    unlink(known, lambda name: True, min(FORGET, older_than) if older_than < 0 else FORGET)
 
 
 def clear(folder: Path) -> list[CacheFile]:
@@ -505,27 +851,43 @@ def clear(folder: Path) -> list[CacheFile]:
     present = files(folder)
     for file in present:
         remove(file)
-    sweep(folder, -1)
-    with contextlib.suppress(OSError):
-        for entry in os.scandir(folder / "known"):
-            with contextlib.suppress(OSError):
-                os.unlink(entry.path)
+    sweep(folder, older_than=-1)
     return present
 
 
-def verify(path: Path) -> str | None:
-    """None if the file is whole, else what is wrong with it."""
+def look(path: Path) -> tuple[Front | None, int | None, str | None]:
+    """(front, first bad entry, what is wrong) of a file, whichever graph it is for."""
     try:
         if not own_file(os.lstat(path)):
-            return "not a regular file that its owner alone can write"
+            return None, None, "not a regular file that its owner alone can write"
         payload = Payload.open(path)
-    except (OSError, FormatError) as error:
-        return str(error)
-    if parse(payload, None) is None:
-        return "header or table are damaged, or of another format"
-    view = memoryview(payload)
-    fields = HEADER.unpack_from(view)
-    if hashlib.sha256(view[fields[4] :]).digest() != fields[9]:
-        return "the packed weights differ from their checksum"
-    seal(path, payload)
-    return None
+    except FormatError as error:
+        return None, None, str(error)
+    front = parse(memoryview(payload))
+    if front is None:
+        return None, None, "header or table are damaged, or of another version"
+    bad = bad_entry(memoryview(payload), front)
+    return front, bad, None if bad is None else f"the packed bytes of entry {bad} are damaged"
+
+
+def verify(path: Path) -> str | None:
+    """None if the file is whole, else what is wrong with it; OSError if it can't be read."""
+    return look(path)[2]
+
+
+def described(path: Path) -> dict[str, Any] | None:
+    """What a cache file says about itself, None if it can't be read. The packed bytes are not looked at."""
+    try:
+        if not own_file(os.lstat(path)):
+            return None
+        front = parse(memoryview(Payload.open(path)))
+    except (OSError, FormatError):
+        return None
+    if front is None:
+        return None
+    facts = {"entries": len(front.entries), "packed": sum(entry.size for entry in front.entries)}
+    with contextlib.suppress(ValueError, RecursionError):
+        told = json.loads(front.about)
+        if isinstance(told, dict):
+            facts.update({key: told[key] for key in ("source", "isa") if key in told})
+    return facts
