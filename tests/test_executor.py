@@ -25,6 +25,7 @@ from xnnfast.errors import (
     GraphError,
     OverlapError,
     ShapeError,
+    UnsupportedError,
 )
 from xnnfast.executor import Executor, _Tuner
 
@@ -655,3 +656,106 @@ print("end")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, env=environment)
     assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
+
+
+# ---------------------------------------------------------------------------------------------------
+# Precision
+
+
+def deep_graph(batch=1):
+    b = GraphBuilder()
+    x = b.input((batch, 9, 9, 8))
+    y = b.conv2d(x, numbers(16, 3, 3, 8), numbers(16, seed=1), padding=1, clamp=(0, 6))
+    y = b.depthwise_conv2d(y, numbers(1, 3, 3, 16, seed=2), padding=1)
+    y = b.conv_transpose2d(y, numbers(8, 2, 2, 16, seed=3), stride=2)
+    y = b.static_reshape(b.global_average_pooling2d(y), (batch, 8))
+    y = b.fully_connected(y, numbers(64, 8, seed=4), numbers(64, seed=5))
+    b.output(b.fully_connected(y, numbers(64, 10, seed=6), transpose_weights=True))
+    b.output(b.fully_connected(y, numbers(6, 64, seed=7), numbers(6)))
+    return b.graph()
+
+
+def test_int8_dynamic_rewrites_what_pays_and_reports_what_it_costs():
+    graph = deep_graph()
+    x = numbers(50, 9, 9, 8)
+    with Executor(graph, workers=2, micro_batch=4, precision="int8-dynamic") as executor:
+        assert executor.accuracy is None
+        got = executor.run(x)
+        rewritten = executor._run
+        assert [node.op.name for node in rewritten.nodes].count("convert") == 3
+        kinds = {node.op.name: rewritten.value(node.inputs[1]).datatype for node in rewritten.nodes
+                 if node.op.name in ("conv2d", "depthwise_conv2d", "conv_transpose2d")}
+        assert kinds == {"conv2d": "qcint8", "depthwise_conv2d": "fp32", "conv_transpose2d": "qcint8"}
+        # The first layer has 8 products per result, which is not worth it.
+        assert [rewritten.value(node.inputs[1]).datatype for node in rewritten.nodes
+                if node.op.name == "fully_connected"] == ["fp32", "qcint8", "qcint8"]
+        accuracy = executor.accuracy
+    for position, (one, two) in enumerate(zip(got, rows(graph, x))):
+        scale = np.abs(two).max()
+        np.testing.assert_allclose(one, two, 0, 0.03 * scale)
+        report = accuracy.outputs[position]
+        np.testing.assert_allclose(report.max_error, np.abs(one - two)[:32].max(), 1e-3)
+        assert 0 < report.relative < 0.03 and report.cosine > 0.999 and report.same_largest > 0.5 and not report.lost
+    assert accuracy.samples == 32 and "int8-dynamic" in str(accuracy)
+    assert accuracy.as_dict()["outputs"][0]["max_error"] == accuracy.outputs[0].max_error
+
+
+def test_int8_dynamic_quantizes_each_sample_by_itself():
+    graph = deep_graph()
+    x = numbers(20, 9, 9, 8) * np.logspace(-3, 3, 20, dtype=np.float32).reshape(-1, 1, 1, 1)
+    with Executor(graph, workers=2, micro_batch=4, precision="int8-dynamic") as executor:
+        together = executor.run(x)
+        for i in range(20):
+            for one, two in zip(executor.run(x[i : i + 1]), together):
+                np.testing.assert_allclose(one[0], two[i], 1e-4, 1e-6)
+
+
+def test_int8_dynamic_shares_its_filters_among_executors():
+    graph = deep_graph()
+    one, two = (Executor(graph, workers=1, precision="int8-dynamic") for _ in range(2))
+    assert one._run is two._run
+
+
+def test_int8_dynamic_leaves_odd_filters_alone():
+    b = GraphBuilder()
+    x = b.input((1, 40))
+    odd = numbers(4, 40)
+    odd[2, 3] = np.inf
+    zero = numbers(4, 40)
+    zero[1] = 0
+    b.output(b.fully_connected(x, odd))
+    b.output(b.fully_connected(x, zero))
+    with Executor(b.graph(), workers=1, precision="int8-dynamic") as executor:
+        got = executor.run(numbers(3, 40))
+        assert (got[1][:, 1] == 0).all()
+        assert [executor._run.value(node.inputs[1]).datatype for node in executor._run.nodes
+                if node.op.name == "fully_connected"] == ["fp32", "qcint8"]
+
+
+def test_precisions_that_gain_nothing_are_refused(monkeypatch):
+    b = GraphBuilder()
+    b.output(b.tanh(b.input((1, 40))))
+    with pytest.raises(UnsupportedError, match="found none"):
+        Executor(b.graph(), precision="int8-dynamic")
+    with pytest.raises(ArgumentError, match="fp16, int8-dynamic"):
+        Executor(b.graph(), precision="fp8")
+    monkeypatch.setattr(_runtime, "isa", lambda: ["avx2", "avx512vnni"])
+    with pytest.raises(UnsupportedError, match="found avx2 avx512vnni: XNNPACK would convert to fp32"):
+        Executor(b.graph(), precision="fp16")
+
+
+def test_fp16_computes_with_less_and_reports_it(monkeypatch):
+    # Whether the CPU has the arithmetic decides about speed, not about the result.
+    monkeypatch.setattr(_runtime, "isa", lambda: ["avx512fp16"])
+    graph = conv_graph()
+    x = numbers(20, 9, 9, 3)
+    with Executor(graph, workers=2, micro_batch=2, precision="fp16") as executor:
+        (y,) = executor.run(x)
+        assert y.dtype == np.float32
+        report = executor.accuracy.outputs[0]
+        assert 0 < report.relative < 0.02
+    np.testing.assert_allclose(y, rows(graph, x)[0], 0.02, 0.01)
+    b = GraphBuilder()
+    b.output(b.convert(b.tanh(b.input((1, 4))), "fp16"))
+    with pytest.raises(UnsupportedError, match="is fp16"):
+        Executor(b.graph(), precision="fp16")

@@ -24,10 +24,12 @@ import numpy as np
 from ._executor import Crew, is_ready
 from ._graph import Graph
 from ._runtime import empty
-from .errors import ArgumentError, ClosedError, DtypeError, OverlapError, ShapeError, UnsupportedError, XnnfastError
+from .batching import Layout
+from .errors import ArgumentError, ClosedError, DtypeError, OverlapError, ShapeError, XnnfastError
 from .limits import allowed_cpus
 from .lower import lower_batches
 from .ops._rules import text
+from .precision import Accuracy, apply
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, np.dtype[Any]]
@@ -41,6 +43,8 @@ MAX_MICRO_BATCH = 1024
 ALONE = 40e-6
 #: A probe may take this long, or that share of the work at hand.
 PROBE_SECONDS, PROBE_SHARE = 0.3, 0.02
+#: How many samples are computed in the file's own precision too, where another one was asked for.
+COMPARED = 32
 
 
 @dataclass(frozen=True)
@@ -135,7 +139,9 @@ class Executor:
     micro_batch : int, optional
         Samples per piece. By default a probe on the first batches chooses it.
     precision : {None, "fp16", "int8-dynamic"}
-        Less than the file's precision; see ``docs/executor.md``. :attr:`accuracy` tells what it costs.
+        Less than the file's precision. ``"fp16"``: sums in fp16, where the CPU has such arithmetic.
+        ``"int8-dynamic"``: filters of fully connected layers and convolutions in int8, their inputs
+        quantized row by row. :attr:`accuracy` tells what it costs.
     weights_cache : bool, path or WeightsCache, optional
         Keep packed weights on disk and map them the next time, as for :class:`Runtime`.
     batched : sequence of int, optional
@@ -151,6 +157,9 @@ class Executor:
     graph : Graph
     inputs, outputs : tuple of Value
     workers, threads : int
+    precision : str or None
+    accuracy : Accuracy or None
+        What the precision costs, compared over the first samples of the first batch.
     staged : int
         How many arrays had to be copied as a whole so far.
 
@@ -174,10 +183,13 @@ class Executor:
         for name, number in (("workers", workers), ("threads", threads), ("micro_batch", micro_batch)):
             if number is not None and (not isinstance(number, (int, np.integer)) or number < 1):
                 raise ArgumentError(f"need {name} of at least 1, got {number!r}")
-        if precision is not None:
-            raise UnsupportedError(f"precision {precision!r} is not there yet")
         self.graph = _graph_of(source)
-        self._lowered = lower_batches(self.graph, batched, batch)
+        self.precision = precision
+        self.accuracy: Accuracy | None = None
+        self._as_filed: dict[str, Any] = {"batched": batched, "batch": batch}
+        run, self._flags = (self.graph, 0) if precision is None else apply(self.graph, precision)
+        self._run = run
+        self._lowered = lower_batches(run, batched, batch)
         allowed = allowed_cpus() if workers is None else None
         self.workers = allowed.count if allowed is not None else int(workers)  # type: ignore[arg-type]
         self._reason = allowed.reason if allowed is not None else "given"
@@ -185,7 +197,6 @@ class Executor:
         self._micro_batch = None if micro_batch is None else int(micro_batch)
         self._pin = bool(pin)
         self._cache = weights_cache
-        self._flags = 0
         self.inputs = self.graph.inputs
         self.outputs = self.graph.outputs
         self.staged = 0
@@ -200,7 +211,7 @@ class Executor:
         self._pending: set[Future[Arrays]] = set()
         self._queue: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
         self._dispatcher: threading.Thread | None = None
-        self._crew = Crew(self.graph, self._lowered, workers=self.workers, threads=self.threads, flags=self._flags,
+        self._crew = Crew(self._run, self._lowered, workers=self.workers, threads=self.threads, flags=self._flags,
                           cpus=self._cpus(), weights_cache=self._cache)
         _living.add(self)
 
@@ -271,6 +282,20 @@ class Executor:
                     members = 1
                 crew.run(jobs, variant, micro, done, total, members=members)
         self._spread_shared(requests)
+        if self.precision is not None and self.accuracy is None:
+            self.accuracy = self._compare(jobs[0])
+
+    def _compare(self, job: tuple[Arrays, Arrays, int]) -> Accuracy:
+        """The first samples of the first batch once more, in the file's own precision."""
+        inputs, outputs, rows = job
+        count = min(rows, COMPARED)
+        layouts = self._crew.layouts
+        few = [array if layout is None else array[: count * layout.inner] for array, layout in zip(inputs, layouts)]
+        with Executor(self.graph, workers=self.workers, micro_batch=1, **self._as_filed) as executor:
+            want = executor.run(*few)
+        got = [array if layout is None else _first(array, layout, rows, count)
+               for array, layout in zip(outputs, layouts[len(inputs):])]
+        return Accuracy.of(str(self.precision), got, want, count)
 
     def _divide(self, micro: int, rows: int) -> int:
         """Samples per piece: a little less than the best where that makes the workers' shares equal."""
@@ -291,7 +316,7 @@ class Executor:
     def _tuner_of(self, variant: tuple[Any, ...]) -> _Tuner:
         tuner = self._tuners.get(variant)
         if tuner is None:
-            known = self.graph.caches.setdefault("micro_batch", {}).get(self._key(variant))
+            known = self._run.caches.setdefault("micro_batch", {}).get(self._key(variant))
             tuner = _Tuner(dict(known.timings), known.complete, "cache") if known is not None else _Tuner()
             if len(self._tuners) >= 64:
                 self._tuners.pop(next(iter(self._tuners)))
@@ -303,7 +328,7 @@ class Executor:
 
     def _probe(self, crew: Crew, jobs: list[Any], variant: tuple[Any, ...], total: int) -> int:
         """Try sizes on the batch at hand, whose results count; how many samples that took."""
-        self.graph.caches.setdefault("micro_batch", {})[self._key(variant)] = self._tuner
+        self._run.caches.setdefault("micro_batch", {})[self._key(variant)] = self._tuner
         tuner, done, begun = self._tuner, 0, time.perf_counter()
         while not tuner.complete:
             size = tuner.candidate()
@@ -632,6 +657,13 @@ def _graph_of(source: Any) -> Graph:
     from .load import load
 
     return load(source)
+
+
+def _first(array: Array, layout: Layout, rows: int, count: int) -> Array:
+    """The first of so many samples of an output."""
+    blocks = layout.blocks(layout.sized(array.shape, 1))
+    first = array.reshape(blocks, rows, -1)[:, :count]
+    return first.reshape(layout.sized(array.shape, count))
 
 
 def _usable(array: Array, layout: Any) -> bool:
