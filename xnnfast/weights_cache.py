@@ -128,38 +128,31 @@ class Plan:
     """
 
     def __init__(self, lowered: Any, flags: int) -> None:
+        values = lowered.values
+        described = {number: describe(value) for number, value in values.items()}
+        described[None] = None
         ordinals: dict[int, int] = {}
         self.constants: list[Any] = []
         self.expected: list[Expected] = []
-        described = {value.id: describe(value) for value in lowered.values.values()}
         digest = hashlib.sha256(marshal.dumps((build(), flags, lowered.inputs, lowered.outputs), 2))
         for node in lowered.nodes:
-            packs = node.op.name in PACKING and all(
-                each is None or lowered.values[each].constant is not None for each in node.inputs[1:]
-            )
+            op, attrs, ins = node.op, node.attrs, node.inputs
+            weights = [values[each] for each in ins[1:] if each is not None] if op.name in PACKING else ()
+            packs = bool(weights) and all([value.constant is not None for value in weights])
             if packs:
-                for each in node.inputs[1:]:
-                    if each is not None and each not in ordinals:
-                        ordinals[each] = len(self.constants)
-                        self.constants.append(lowered.values[each])
-            places = [ordinals.get(each, -1) for each in node.inputs]
-            text = marshal.dumps(
-                (
-                    node.op.name,
-                    sorted(node.attrs.items()),
-                    node.flags,
-                    node.clamp,
-                    [None if each is None else described[each] for each in node.inputs],
-                    [described[each] for each in node.outputs],
-                    places,
-                ),
-                2,
-            )
+                for value in weights:
+                    if value.id not in ordinals:
+                        ordinals[value.id] = len(self.constants)
+                        self.constants.append(value)
+            places = [ordinals.get(each, -1) for each in ins]
+            # What the row hands to XNNPACK; marshal's version 2 writes equal objects alike.
+            fields = [attrs.get(name) for name in op.attrs]
+            sides = [described[each] for each in ins], [described[each] for each in node.outputs]
+            text = marshal.dumps((op.name, fields, node.flags, node.clamp, sides, places), 2)
             digest.update(text)
             if packs:
-                filter = lowered.values[node.inputs[1]]
                 # An fp16 layer may have an fp32 filter, which is halved.
-                least = filter.nbytes // 2 if filter.datatype == "fp32" else filter.nbytes
+                least = weights[0].nbytes // (2 if weights[0].datatype == "fp32" else 1)
                 bias = places[2] if len(places) > 2 else -1
                 self.expected.append(Expected(places[1], bias, hashlib.sha256(text).digest()[:16], least))
         self.structure = digest.digest()
