@@ -23,7 +23,7 @@ from ._runtime import Runtime, empty
 from .containers import DelegateCall, JumpFalseCall, KernelCall, MoveCall, Tensor
 from .errors import XnnfastError
 from .lower import lower
-from .merge_graph import Array, Conflict, External, Form, Maker, Shape, Source, narrow
+from .merge_graph import KEEP_DIMS, Array, Conflict, External, Form, Maker, Shape, Source, narrow
 from .merge_rows import LOWERINGS, Call, Unfit, datatype
 from .ops import Refusal
 from .portable import Portable
@@ -166,13 +166,11 @@ class Product(Work):
 
 @dataclass(eq=False)
 class Watch:
-    """A value inside a delegate's graph that must stay below a bound for the merged graph to be right."""
+    """A value inside a delegate's graph that must be finite for the merged graph to be right."""
 
     work: Delegated
     #: Id in the lowered graph of the delegate.
     value: int
-    #: Look at the mean of squares instead of the mean.
-    squares: bool
 
 
 @dataclass(eq=False)
@@ -422,8 +420,8 @@ def unguard(flow: Flow) -> None:
 
     A row of scores that is -inf throughout gives NaN; the guard looks at all scores and puts zeros in such rows:
     ``where(logical_not(any(logical_not(scores == -inf), -1)), 0, softmax(scores))``. Scores are a product plus a mask,
-    and a product is not -inf unless it overflows. So rows of the mask tell which rows these are; that nothing
-    overflows is seen to at every run (:class:`Watch`), and if it does the method runs as it is written.
+    and a product is not -inf unless it overflows. So the mask tells which rows these are. That no NaN comes out
+    all the same is seen to at every run (:class:`Watch`); if one does, the method runs as it is written.
     """
     makers = {result: work for work in flow.works for result in work.results}
     readers: dict[int, list[Work]] = {}
@@ -496,10 +494,10 @@ def _unguard(flow: Flow, work: Kernel, makers: dict[int, Work], readers: dict[in
                 place = position
     if added is None or place is None:
         _replace(flow, work, chain, Slot(weights.place))
-        flow.watches.append(Watch(source, outputs[scores.place], False))
+        flow.watches.append(Watch(source, outputs[weights.place]))
         return
-    given, product = added.inputs[place], added.inputs[1 - place]
-    assert given is not None and product is not None
+    given = added.inputs[place]
+    assert given is not None
     masked = lowered.inputs.index(given)
     mask, order = source.takes[masked]
     mask_info = flow.info(mask)
@@ -513,10 +511,8 @@ def _unguard(flow: Flow, work: Kernel, makers: dict[int, Work], readers: dict[in
     if mask in flow.known:
         opened, keep = _open_rows(flow.known[mask])
         if keep.all():
-            # Whole rows are never -inf; single elements may be, and then the sum says nothing.
-            hidden = bool(np.isneginf(flow.known[mask]).any())
             _replace(flow, work, chain, Slot(weights.place))
-            flow.watches.append(Watch(source, product if hidden else outputs[scores.place], hidden))
+            flow.watches.append(Watch(source, outputs[weights.place]))
             return
         numbers = (
             flow.new(Info(mask_info.dtype, opened.shape, order)),
@@ -536,7 +532,7 @@ def _unguard(flow: Flow, work: Kernel, makers: dict[int, Work], readers: dict[in
     flow.works[flow.works.index(work)] = guarded
     for each in chain[1:]:
         flow.works.remove(each)
-    flow.watches.append(Watch(source, product, True))
+    flow.watches.append(Watch(source, outputs[weights.place]))
 
 
 def _is_zero(array: Any) -> bool:
@@ -697,7 +693,7 @@ def emit(flow: Flow, work: Work, maker: Maker, used: set[int]) -> None:
         ids = maker.inline(work.graph, work.takes, work.gives)
         for watch in flow.watches:
             if watch.work is work:
-                maker.watched[ids[watch.value]] = watch.squares
+                maker.watched.append(ids[watch.value])
     elif isinstance(work, Product):
         forms = []
         for number in (work.first, work.second):
@@ -802,17 +798,13 @@ def _idle(flow: Flow, works: Sequence[Work]) -> list[Work]:
 class MergedStep(GraphStep):
     """A graph made of several works."""
 
-    __slots__ = ("watched",)
-
-    #: For each output behind those of the program whether it is a mean of squares.
-    watched: tuple[bool, ...]
+    __slots__ = ()
 
     def __call__(self, env: list[Any]) -> None:
         results = self.runtime.run(*[env[i] if change is None else change(env[i]) for i, change in self.inputs])
-        for squares, array in zip(self.watched, results[len(self.outputs) :]):
-            value = float(array.item())
-            # A NaN compares false.
-            if not abs(value) < (1e30 if squares else math.inf):
+        # What follows the program's values are means that must be finite.
+        for array in results[len(self.outputs) :]:
+            if not math.isfinite(array.item()):
                 raise Unsound
         for (index, change), array in zip(self.outputs, results):
             env[index] = array if change is None else change(array)
@@ -956,11 +948,9 @@ def _graph(flow: Flow, works: Sequence[Work], wanted: set[int], used: set[int]) 
     outputs: list[int] = []
     for _, id in ids:
         outputs.append(maker.plain_output(id, outputs))
-    outputs = narrow(maker, outputs, maker.watched)
-    for id, squares in tuple(maker.watched.items()):
-        value = maker.node("square", (id,)) if squares else id
-        axes = tuple(range(len(maker.shape(id))))
-        outputs.append(maker.node("static_reduce", (value,), attrs={"reduction_axes": axes}, flags=0x40))
+    maker.watched = [_weighted(maker, id) for id in maker.watched]
+    outputs = narrow(maker, outputs)
+    outputs += [_average(maker, id) for id in maker.watched]
     method = flow.method
     names = (
         f"instructions {works[0].instruction} to {works[-1].instruction}"
@@ -974,7 +964,36 @@ def _graph(flow: Flow, works: Sequence[Work], wanted: set[int], used: set[int]) 
         limits=method.file.limits,
     )
     inputs = [maker.inputs[value.id] for value in graph.inputs]
-    return graph, inputs, [external for external, _ in ids], tuple(maker.watched.values()), list(works)
+    return graph, inputs, [external for external, _ in ids], list(works)
+
+
+def _weighted(maker: Maker, weights: int) -> int:
+    """The product that attention's weights go into, which is smaller than they are and as finite; or they themselves."""
+    id = weights
+    while True:
+        readers = [node for node in maker.nodes if id in node.inputs]
+        if len(readers) != 1:
+            return weights
+        (node,) = readers
+        if node.op.name == "batch_matrix_multiply" and node.inputs[0] == id:
+            return node.outputs[0]
+        if node.op.name not in ("static_reshape", "static_reshape_rows", "copy", "multiply"):
+            return weights
+        id = node.outputs[0]
+
+
+def _average(maker: Maker, id: int) -> int:
+    """A mean of all elements, computed as soon as they are there."""
+    count = len(maker.nodes)
+    # First along the rows, for which XNNPACK is much faster than for everything at once.
+    last = len(maker.shape(id)) - 1
+    rows = maker.node("static_reduce", (id,), attrs={"reduction_axes": (last,)}, flags=KEEP_DIMS)
+    mean = maker.node("static_reduce", (rows,), attrs={"reduction_axes": tuple(range(last)) or (0,)}, flags=KEEP_DIMS)
+    made = maker.nodes[count:]
+    place = next(place for place, node in enumerate(maker.nodes) if id in node.outputs)
+    maker.nodes[count:] = []
+    maker.nodes[place + 1 : place + 1] = made
+    return mean
 
 
 def _change_in(flow: Flow, external: External) -> Any:
@@ -1002,7 +1021,6 @@ def _merged(
     graph: Graph,
     inputs: Sequence[External],
     outputs: Sequence[External],
-    watched: tuple[bool, ...],
     works: Sequence[Work],
 ) -> Step:
     runtime = Runtime(graph, threads=flow.method.program.threads)
@@ -1015,7 +1033,6 @@ def _merged(
         title,
         works[0].instruction,
     )
-    step.watched = watched
     return step
 
 

@@ -65,7 +65,7 @@ class Maker:
         self.forms: dict[int, list[tuple[Form, int]]] = {}
         self.made: set[int] = set()
         #: Values somebody looks at, see :func:`narrow`.
-        self.watched: dict[int, bool] = {}
+        self.watched: list[int] = []
         self._scalars: dict[tuple[float, str], int] = {}
 
     # -- values
@@ -222,20 +222,19 @@ class Source:
 # Computing only what is asked for
 
 
-def narrow(maker: Maker, outputs: Sequence[int], watched: dict[int, bool]) -> list[int]:
+def narrow(maker: Maker, outputs: Sequence[int]) -> list[int]:
     """Move slices toward the inputs, so that what they leave out is not computed; the new outputs.
 
-    A value all of whose readers take the same slice need not be computed beyond it. ``watched`` are values that
-    somebody looks at without caring how much of them there is; those that shrink are renamed in it.
+    A value all of whose readers take the same slice need not be computed beyond it. Who looks at ``maker.watched``
+    looks at what is left of those values.
     """
-    return _Narrowing(maker, outputs, watched).run()
+    return _Narrowing(maker, outputs).run()
 
 
 class _Narrowing:
-    def __init__(self, maker: Maker, outputs: Sequence[int], watched: dict[int, bool]) -> None:
+    def __init__(self, maker: Maker, outputs: Sequence[int]) -> None:
         self.maker = maker
         self.outputs = list(outputs)
-        self.watched = watched
 
     def run(self) -> list[int]:
         maker = self.maker
@@ -280,8 +279,7 @@ class _Narrowing:
             drop = (*others, producer)
             maker.nodes = [_renamed(each, replaced) for each in maker.nodes if not any(each is other for other in drop)]
             self.outputs = self._outputs(replaced)
-            if source in self.watched:
-                self.watched[sliced] = self.watched.pop(source)
+            maker.watched = [sliced if id == source else id for id in maker.watched]
             for forms in maker.forms.values():
                 forms[:] = [(form, replaced.get(id, id)) for form, id in forms if id != source]
             return True
@@ -328,6 +326,8 @@ class _Narrowing:
             transposed = bool(node.flags & 1)
             for place, shape in enumerate(shapes):
                 part = self._batch(shape, rank, offsets, sizes)
+                # The dimension that is summed over stays whole.
+                part[-2:] = [(0, dim) for dim in shape[-2:]]
                 if place == 0:
                     part[-2] = (offsets[-2], sizes[-2])
                 else:
