@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import pprint
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -61,6 +62,14 @@ def write_build_info(info: dict[str, object]) -> None:
         path.write_text(text)
 
 
+def copy_licenses(texts: list[str]) -> None:
+    """The licence texts of the linked libraries, which the wheel must carry."""
+    folder = ROOT / "xnnfast/_generated/licenses"
+    folder.mkdir(parents=True, exist_ok=True)
+    for text in texts:
+        shutil.copyfile(text, folder / Path(text).name)
+
+
 class Build(build_ext):
     """build_ext that first makes what the extensions include and link."""
 
@@ -75,11 +84,14 @@ class Build(build_ext):
         header = Path(native.include_dirs[0]) / "xnnpack.h"
         load("xnnfast_generate", ROOT / "schema/generate.py").generate(ROOT / "xnnfast/_generated", header=header)
         write_build_info(native.info)
+        copy_licenses(native.licenses)
         for extension in self.distribution.ext_modules:
             if extension.name.endswith((RUNTIME, EXECUTOR)):
                 extension.include_dirs += list(native.include_dirs)
             if extension.name.endswith(RUNTIME):
                 extension.extra_objects += list(native.archives)
+                # Another pin or another correction links anew.
+                extension.depends += [*native.archives, str(header)]
         directives = {
             "language_level": 3,
             "boundscheck": DEBUG,
@@ -95,6 +107,8 @@ class Build(build_ext):
             force=DEBUG,
         )
         super().finalize_options()
+        if self.parallel is None:
+            self.parallel = os.cpu_count()
 
 
 def extensions() -> list[Extension]:

@@ -89,10 +89,16 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         figures = {"load": load_figures(Path(folder)), "call": call_figures(), "isa": xnnfast.config()["isa"][-1]}
     for row in figures["load"]:
-        print(f"load {row['MB']:4d} MB of constants: {row['load_us']:7.0f} us, {row['anonymous_KB']:5.0f} KB anonymous", file=sys.stderr)
+        print(
+            f"load {row['MB']:4d} MB of constants: {row['load_us']:7.0f} us, {row['anonymous_KB']:5.0f} KB anonymous",
+            file=sys.stderr,
+        )
     call = figures["call"]
-    print(f"run(x, y, out=[z]) {call['run_out_us']:.3f} us, new arrays {call['run_new_us']:.3f} us, C loop {call['c_loop_us']:.3f} us: "
-          f"Python adds {call['python_cost_us']:.3f} us", file=sys.stderr)
+    print(
+        f"run(x, y, out=[z]) {call['run_out_us']:.3f} us, new arrays {call['run_new_us']:.3f} us, "
+        f"C loop {call['c_loop_us']:.3f} us: Python adds {call['python_cost_us']:.3f} us",
+        file=sys.stderr,
+    )
     print(json.dumps(figures))
     return 0
 

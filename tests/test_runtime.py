@@ -1,4 +1,4 @@
-"""Runtime: arrays in and out, shapes, threads, forks, memory. Numbers against NumPy; operators have tests of their own."""
+"""Runtime: arrays in and out, shapes, threads, forks, memory. Operators have tests of their own."""
 
 from __future__ import annotations
 
@@ -87,7 +87,9 @@ def test_result_is_new_and_owned_by_the_caller():
         pytest.param(lambda x: np.repeat(np.repeat(x, 2, 0), 2, 1)[::2, ::2], id="strided"),
         pytest.param(lambda x: x[::-1, ::-1].copy()[::-1, ::-1], id="negative-strides"),
         pytest.param(lambda x: x.astype(">f4"), id="byte-swapped"),
-        pytest.param(lambda x: np.frombuffer(b"\0" + x.tobytes(), np.uint8)[1:].view(F).reshape(x.shape), id="misaligned"),
+        pytest.param(
+            lambda x: np.frombuffer(b"\0" + x.tobytes(), np.uint8)[1:].view(F).reshape(x.shape), id="misaligned"
+        ),
     ],
 )
 def test_layouts_that_need_a_copy_are_staged_once_and_counted(arrange):
@@ -122,7 +124,7 @@ def test_read_only_arrays_are_taken_in_place():
 )
 def test_A3_other_dtypes_are_refused_by_name(x):
     rt = Runtime(unary())
-    with pytest.raises(DtypeError, match="input 0.*float32") as caught:
+    with pytest.raises(DtypeError, match=r"input 0.*float32") as caught:
         rt.run(x)
     assert isinstance(caught.value, TypeError)
     np.testing.assert_array_equal(rt.run(np.ones((2, 3), F))[0], -np.ones((2, 3), F))
@@ -151,7 +153,7 @@ def test_A7_shape_is_checked_axis_by_axis():
     b = GraphBuilder()
     b.output(b.conv2d(b.input((1, 2, 2, 3)), np.ones((1, 1, 1, 3), F)))
     rt = Runtime(b.graph())
-    with pytest.raises(ShapeError, match="input dim 3 is 2, .* is 3"):
+    with pytest.raises(ShapeError, match=r"input dim 3 is 2, .* is 3"):
         rt.run(np.ones((1, 3, 2, 2), F))
     assert rt.run(np.ones((1, 2, 2, 3), F))[0].shape == (1, 2, 2, 1)
 

@@ -2,7 +2,6 @@ import os
 from collections.abc import Sequence
 from typing import Any, SupportsIndex, final
 
-import numpy as np
 import numpy.typing as npt
 
 from ._graph import Graph, Value

@@ -35,8 +35,9 @@ def _cgroup_folders(root: Path, controller: str | None) -> list[Path]:
     text = _read(root / "proc/self/cgroup")
     relative = "/"
     for line in (text or "").splitlines():
-        number, controllers, path = (line.split(":", 2) + ["", ""])[:3]
-        if (controller is None and number == "0" and not controllers) or (controller and controller in controllers.split(",")):
+        number, controllers, path = [*line.split(":", 2), "", ""][:3]
+        unified = controller is None and number == "0" and not controllers
+        if unified or (controller and controller in controllers.split(",")):
             relative = path
     base = root / "sys/fs/cgroup"
     if controller:

@@ -252,8 +252,8 @@ def _divide_bias(result: Lowered, node: Node) -> Node:
     if far.any():
         channel = int(far.argmax())
         raise GraphError(
-            f"{node.where}: bias {wanted[channel]:g} of output channel {channel} is no float32 any more when divided by "
-            f"the filter's scale {result.value(weights).quantization.scales[channel]:g}, as XNNPACK needs it",
+            f"{node.where}: bias {wanted[channel]:g} of output channel {channel} is no float32 any more when divided "
+            f"by the filter's scale {result.value(weights).quantization.scales[channel]:g}, as XNNPACK needs it",
             node=node.index,
             value=bias,
         )
@@ -294,7 +294,8 @@ def _expand_attention(result: Lowered, node: Node) -> list[Node]:
         out = fields.pop("output", None)
         if out is None:
             out = result.like(query, shape)
-        made.append(node.replace(op=OPS[name], inputs=inputs, outputs=(out,), attrs=fields.pop("attrs", {}), clamp=None, flags=fields.pop("flags", 0)))
+        attrs, flags = fields.pop("attrs", {}), fields.pop("flags", 0)
+        made.append(node.replace(op=OPS[name], inputs=inputs, outputs=(out,), attrs=attrs, clamp=None, flags=flags))
         return out
 
     q_shape = result.value(query).shape
@@ -305,10 +306,10 @@ def _expand_attention(result: Lowered, node: Node) -> list[Node]:
         if len(shape) == rank - 1:
             # Without this axis, a three-dimensional key would broadcast its batch against the heads.
             axis = rank - 3
-            id = emit("static_expand_dims", (id,), shape[:axis] + (1,) + shape[axis:], attrs={"new_axes": (axis,)})
+            id = emit("static_expand_dims", (id,), (*shape[:axis], 1, *shape[axis:]), attrs={"new_axes": (axis,)})
         for_keys.append(id)
     key, value = for_keys
-    scores = q_shape[:-1] + (result.value(key).shape[-2],)
+    scores = (*q_shape[:-1], result.value(key).shape[-2])
     scaled = emit("multiply", (query, scale), q_shape)
     logits = emit("batch_matrix_multiply", (scaled, key), scores, flags=TRANSPOSE_B)
     masked = emit("add", (logits, mask), scores)
@@ -393,7 +394,9 @@ def _split_limits(result: Lowered, nodes: list[Node]) -> list[Node]:
         output = node.outputs[0]
         free = result.like(output)
         made.append(node.replace(outputs=(free, *node.outputs[1:]), clamp=None))
-        made.append(Node(OPS["clamp"], (free,), (output,), clamp=node.clamp, index=node.index, debug_handle=node.debug_handle))
+        made.append(
+            Node(OPS["clamp"], (free,), (output,), clamp=node.clamp, index=node.index, debug_handle=node.debug_handle)
+        )
     return made
 
 

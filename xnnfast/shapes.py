@@ -59,8 +59,9 @@ def check_workspace(graph: Any, shapes: Mapping[int, Shape], cap: int) -> None:
     if total > cap:
         largest = max((value for value in values if value.constant is None),
                       key=lambda value: nbytes(value.datatype, shapes[value.id]))
-        raise LimitError(f"the values of the graph would take {total} bytes, the largest of them {text(shapes[largest.id])} "
-                         f"{largest.datatype}, above the cap of {cap}; max_workspace of Limits raises it")
+        raise LimitError(f"the values of the graph would take {total} bytes, the largest of them "
+                         f"{text(shapes[largest.id])} {largest.datatype}, above the cap of {cap}; max_workspace of "
+                         "Limits raises it")
 
 
 def _override(graph: Any, number: int, given: Sequence[int]) -> Shape:
