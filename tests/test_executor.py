@@ -300,6 +300,13 @@ def test_the_tuner_stops_where_larger_pieces_are_slower_and_takes_the_smallest_g
     assert tuner.complete and tuner.micro_batch == 1
 
 
+def test_the_tuner_does_not_judge_by_pieces_of_microseconds():
+    tuner = _Tuner()
+    for seconds in (10e-6, 14e-6, 7e-6, 4e-6):
+        tuner.add(tuner.candidate(), seconds)
+    assert not tuner.complete and tuner.micro_batch == 8
+
+
 def test_default_workers_are_the_allowed_cpus(monkeypatch):
     monkeypatch.setenv("XNNFAST_CPUS", "3")
     executor = Executor(dense_graph())

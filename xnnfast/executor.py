@@ -41,6 +41,8 @@ __all__ = ["Executor", "Plan"]
 MAX_MICRO_BATCH = 1024
 #: Below this much work, in seconds, waking other threads costs more than they can do.
 ALONE = 40e-6
+#: Shorter pieces, in seconds, don't tell whether larger ones would be better.
+TELLING = 500e-6
 #: A probe may take this long, or that share of the work at hand.
 PROBE_SECONDS, PROBE_SHARE = 0.3, 0.02
 #: How many samples are computed in the file's own precision too, where another one was asked for.
@@ -103,7 +105,9 @@ class _Tuner:
         best = min(self.timings.values())
         latest = [self.timings[each] for each in sorted(self.timings)[-2:]]
         worse = sum(each > 1.05 * best for each in latest)
-        self.complete = size >= MAX_MICRO_BATCH or worse == 2 or latest[-1] > 1.25 * best
+        # Kernels work on tiles of several rows: two rows may take longer than one each, and eight no longer than two.
+        tells = seconds * size >= TELLING
+        self.complete = size >= MAX_MICRO_BATCH or (tells and (worse == 2 or latest[-1] > 1.25 * best))
 
     @property
     def micro_batch(self) -> int:
