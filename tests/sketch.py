@@ -98,7 +98,8 @@ class Sketch:
             builder = xnnfast.GraphBuilder()
             ins = [builder.input(self._sizes(index), self._datatype(index)) for index in inputs]
             outs = graph(builder, *ins)
-            builder.output(*(outs if isinstance(outs, tuple) else (outs,)))
+            for out in outs if isinstance(outs, tuple) else (outs,):
+                builder.output(out)
             graph = builder.finish()
         self.segments.append(graph)
         self.delegates.append(files.delegate(len(self.segments) - 1, id=id))

@@ -968,7 +968,7 @@ def _graph(flow: Flow, works: Sequence[Work], wanted: set[int], used: set[int]) 
 
 
 def _weighted(maker: Maker, weights: int) -> int:
-    """The product that attention's weights go into, which is smaller than they are and as finite; or they themselves."""
+    """The product that weights of attention go into, smaller than they are and as finite; or they themselves."""
     id = weights
     while True:
         readers = [node for node in maker.nodes if id in node.inputs]

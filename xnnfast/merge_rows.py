@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 TRANSPOSE = 0x01
 MAX_RANK = 6
+#: The largest float32.
+LARGEST = float(np.finfo(np.float32).max)
 
 
 class Unfit(Exception):
@@ -82,7 +84,7 @@ class Call:
         if not isinstance(value, (int, float)):
             raise Unfit
         number = float(value)
-        if math.isfinite(number) and not math.isfinite(float(np.float32(number))):
+        if math.isfinite(number) and abs(number) > LARGEST:
             raise Unfit
         return number
 
