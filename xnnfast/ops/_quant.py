@@ -19,6 +19,14 @@ from ._rules import Q8, text
 BIAS_SCALE_TOLERANCE = 1e-5
 
 
+#: What the documentation says of the rules of ``weighted``.
+WEIGHTED_BOUNDS = (
+    "8 bits: input scale * filter scale / output scale from 2**-32 to below 2**8, the bias has scale input * filter, a "
+    "qint8 filter has zero point 0",
+)
+SAME_PAIRS = "quantized: inputs and output have one scale and zero point"
+
+
 def f32(number: float) -> float:
     """The number in single precision, as XNNPACK holds it."""
     try:

@@ -61,6 +61,10 @@ class Op:
     doc: str = ""
     #: What this XNNPACK does with NaN and infinities, one line.
     nan: str = ""
+    #: Lowest and highest rank of each input; the last entry goes on for the inputs that follow.
+    ranks: tuple[tuple[int, int], ...] = ((0, 6),)
+    #: For the documentation: what is refused, or differs, although shapes and datatypes fit.
+    bounds: tuple[str, ...] = ()
     #: Constant operands at these input positions are packed at creation, the others read in place.
     packed: tuple[int, ...] = ()
     #: Fields of the schema's table that this kind has no use for (the table serves several kinds).

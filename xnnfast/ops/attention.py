@@ -41,12 +41,13 @@ def attention_shape(node: Any, ins: Shapes) -> list[Shape]:
 
 OPS = (
     Op("softmax", "XNNSoftmax", "xnn_define_softmax", "@input_id @output_id flags", shape=softmax_shape,
-       datatypes=same(FLOATS, 2), flags=0, doc="exp(input) / sum of exp(input), along the last axis",
+       ranks=((1, 6),), datatypes=same(FLOATS, 2), flags=0, doc="exp(input) / sum of exp(input), along the last axis",
        nan="As in NumPy with the row's maximum subtracted: a row that holds NaN or +inf, or only -inf, is NaN; "
            "other rows are untouched."),
     Op("scaled_dot_product_attention", "XNNScaledDotProductAttention", "",
        "@query_id @key_id @value_id @scale_id @mask_id @output_id flags", shape=attention_shape,
-       datatypes=same(FLOATS, 6), flags=0,
+       datatypes=same(FLOATS, 6), flags=0, ranks=((4, 4), (3, 4), (3, 4), (1, 1), (2, 2)),
+       bounds=("key and value of rank 3 are shared by all heads",),
        doc="softmax((query * scale) @ key^T + mask) @ value; runs as multiply, batch_matrix_multiply, add, softmax "
            "and batch_matrix_multiply",
        nan=UNPROMISED),

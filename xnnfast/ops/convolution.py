@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ._quant import weighted
+from ._quant import WEIGHTED_BOUNDS, weighted
 from ._row import Op, Refusal, Shape, Shapes
 from ._rules import (
     CLAMP,
@@ -138,6 +138,10 @@ _FIXED = (
 _DYNAMIC = ("qdint8", "qcint8", "fp32", "fp32")
 
 
+_RANKS = ((4, 4), (4, 4), (1, 1))
+_BOUNDS = (*WEIGHTED_BOUNDS, "filter and bias are constant; qdint8 input is quantized over its last 3 axes",
+           "the padded input is no smaller than the window")
+_SAME = "SAME padding needs windows that cover the last rows and columns, and no padding besides"
 _CHECK = weighted(lambda node: 0, 3)
 _CHECK_DEPTHWISE = weighted(lambda node: 3, 3)
 
@@ -148,13 +152,13 @@ OPS = (
        shape=conv2d_shape, check=_CHECK,
        datatypes=with_and_without_bias(*_FIXED, _DYNAMIC, ("qdint8", "qcint8", "fp32", "fp16")),
        flags=SAME_PADDING | TRANSIENT_INDIRECTION_BUFFER, packed=(1, 2),
-       unused=("adjustment_height", "adjustment_width"),
+       unused=("adjustment_height", "adjustment_width"), ranks=_RANKS, bounds=(*_BOUNDS, _SAME),
        doc="convolution of NHWC input with an [out, h, w, in / groups] filter", nan=UNPROMISED),
     Op("depthwise_conv2d", "XNNDepthwiseConv2d", "xnn_define_depthwise_convolution_2d",
        f"{PADDING} {KERNEL} {STRIDE} {DILATION} group_output_channels/group_input_channels groups {OPERANDS}",
        shape=depthwise_shape, check=_CHECK_DEPTHWISE, datatypes=with_and_without_bias(*_FIXED),
        flags=SAME_PADDING | TRANSIENT_INDIRECTION_BUFFER, packed=(1, 2),
-       unused=("adjustment_height", "adjustment_width"),
+       unused=("adjustment_height", "adjustment_width"), ranks=_RANKS, bounds=(*_BOUNDS, _SAME),
        doc="convolution of each channel by itself with a [1, h, w, channels * multiplier] filter",
        nan=UNPROMISED),
     Op("conv_transpose2d", "XNNConvTranspose2d", "xnn_define_deconvolution_2d",
@@ -162,6 +166,8 @@ OPS = (
        f"{PADDING} adjustment_height adjustment_width {KERNEL} {STRIDE} {DILATION}"
        f" groups group_input_channels group_output_channels {OPERANDS}",
        shape=conv_transpose2d_shape, check=_CHECK, datatypes=with_and_without_bias(*_FIXED, _DYNAMIC), flags=0,
-       packed=(1, 2),
+       packed=(1, 2), ranks=_RANKS,
+       bounds=(*_BOUNDS[:2], "an adjustment is below the stride; the output is no smaller than stride - 1 where "
+               "stride <= kernel and nothing is dilated"),
        doc="transposed convolution (deconvolution) with an [out, h, w, in / groups] filter", nan=UNPROMISED),
 )

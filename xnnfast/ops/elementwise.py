@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ._quant import additive, leaky, multiplicative, requantized, same_pairs
+from ._quant import SAME_PAIRS, additive, leaky, multiplicative, requantized, same_pairs
 from ._row import Check, Op, Refusal, Shape, Shapes
 from ._rules import COPYABLE, FLOATS, Q8, broadcast, same
 
@@ -38,29 +38,31 @@ def convert_check(node: Any, ins: Sequence[Any], outs: Sequence[Any]) -> None:
 
 
 def _binary(name: str, kind: str, doc: str, *, limits: bool = False, types: Sequence[str] = INTEGER,
-            nan: str = KEEPS_NAN, check: Check | None = None) -> Op:
+            nan: str = KEEPS_NAN, check: Check | None = None, bounds: tuple[str, ...] = ()) -> Op:
     return Op(
         name, kind, "xnn_define_binary",
         f"=xnn_binary_{name} {'&limits' if limits else '=NULL'} @input1_id @input2_id @output_id flags",
-        shape=broadcast_shape, datatypes=same(types, 3), flags=0, check=check, doc=doc, nan=nan,
+        shape=broadcast_shape, datatypes=same(types, 3), flags=0, check=check, doc=doc, nan=nan, bounds=bounds,
     )
 
 
 def _unary(name: str, kind: str, doc: str, *, block: str = "=NULL", types: Sequence[str] = REAL,
-           nan: str = KEEPS_NAN, check: Check | None = None) -> Op:
+           nan: str = KEEPS_NAN, check: Check | None = None, bounds: tuple[str, ...] = ()) -> Op:
     return Op(
         name, kind, "xnn_define_unary", f"=xnn_unary_{name} {block} @input_id @output_id flags",
-        shape=same_shape, datatypes=same(types, 2), flags=0, check=check, doc=doc, nan=nan,
+        shape=same_shape, datatypes=same(types, 2), flags=0, check=check, doc=doc, nan=nan, bounds=bounds,
     )
 
 
 SECOND = "Of a NaN and a number the second operand is the result; of a NaN stretched over the other operand, NaN."
+_ADDITIVE = "8 bits: input scale / output scale from 2**-10 to below 2**8, for both inputs"
 _CONVERTIBLE = ("fp32", "fp16", "bf16", *Q8, "int32")
 
 OPS = (
-    _binary("add", "XNNAdd", "input1 + input2", limits=True, check=additive),
-    _binary("subtract", "XNNSubtract", "input1 - input2", limits=True, check=additive),
-    _binary("multiply", "XNNMultiply", "input1 * input2", limits=True, check=multiplicative),
+    _binary("add", "XNNAdd", "input1 + input2", limits=True, check=additive, bounds=(_ADDITIVE,)),
+    _binary("subtract", "XNNSubtract", "input1 - input2", limits=True, check=additive, bounds=(_ADDITIVE,)),
+    _binary("multiply", "XNNMultiply", "input1 * input2", limits=True, check=multiplicative,
+            bounds=("8 bits: product of the input scales / output scale from 2**-16 to below 2**8",)),
     # No int32: XNNPACK's reference kernel traps on -2**31 / -1 and ends the process.
     _binary("divide", "XNNDiv", "input1 / input2", limits=True, types=REAL),
     _binary("minimum", "XNNMinimum", "the smaller of input1 and input2", nan=SECOND),
@@ -86,14 +88,18 @@ OPS = (
     _unary("exp", "XNNExp", "e to the power of input"),
     _unary("tanh", "XNNTanh", "hyperbolic tangent of input"),
     _unary("leaky_relu", "XNNLeakyReLU", "input where it is not negative, else input * negative_slope",
-           block="&negative_slope", check=leaky),
+           block="&negative_slope", check=leaky,
+           bounds=("8 bits: input scale / output scale, and that times |negative_slope|, from 2**-8 to 2**7",)),
     _unary("elu", "XNNELU", "input where it is not negative, else alpha * (exp(input) - 1)", block="&alpha",
            check=elu_check),
     Op("convert", "XNNConvert", "xnn_define_unary", "=xnn_unary_convert =NULL @input_id @output_id flags",
        shape=same_shape, check=convert_check, flags=0,
        datatypes=(*((x, y) for x in _CONVERTIBLE for y in _CONVERTIBLE), ("fp32", "qdint8"), ("fp16", "qdint8")),
+       bounds=("between two values of one 8-bit type: input scale / output scale from 2**-8 to 2**7",
+               "qdint8 can't leave the graph: a layer has to read it"),
        doc="input in another datatype or with other quantization parameters; to qdint8 it quantizes row by row",
        nan="NaN becomes 127 in qint8; a row that holds a NaN is lost when quantized row by row, other rows are not."),
     Op("copy", "XNNCopy", "xnn_define_copy", "@input_id @output_id flags", shape=same_shape,
-       datatypes=same(COPYABLE, 2), flags=0, check=same_pairs, doc="input unchanged", nan="Bits are copied."),
+       datatypes=same(COPYABLE, 2), flags=0, check=same_pairs, bounds=(SAME_PAIRS,), doc="input unchanged",
+       nan="Bits are copied."),
 )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from ._quant import channel_axis, constant, tokens, weighted
+from ._quant import WEIGHTED_BOUNDS, channel_axis, constant, tokens, weighted
 from ._row import Op, Refusal, Shape, Shapes
 from ._rules import (
     CLAMP,
@@ -85,13 +85,22 @@ OPS = (
        f"{CLAMP} @input1_id @filter_id @bias_id? @output_id flags", shape=fully_connected_shape,
        check=_CHECK,
        datatypes=with_and_without_bias(*_FC), flags=TRANSPOSE_WEIGHTS | RESHAPE_2D, packed=(1, 2),
+       ranks=((1, 6), (2, 2), (1, 1)),
+       bounds=(*WEIGHTED_BOUNDS, "only in fp32 throughout may filter and bias be computed",
+               "scales of a filter lie along its output channels; qdint8 input is quantized over its last axis",
+               "qcint4 needs an even number of input channels, qbint4 groups of a multiple of 32 that divides them; "
+               "neither takes flag 0x1",
+               "the bias beside a qcint8 or qcint4 filter and fp32 input is divided by the scales beforehand, which "
+               "rounds it once more"),
        doc="input @ filter^T + bias over the last axis; filter is [out, in], or [in, out] with flag 0x1",
        nan=UNPROMISED),
     Op("batch_matrix_multiply", "XNNBatchMatrixMultiply", "xnn_define_batch_matrix_multiply",
        "@input1_id @input2_id @output_id flags", shape=batch_matrix_multiply_shape,
        check=batch_matrix_multiply_check,
        datatypes=(("fp32", "fp32", "fp32"), ("fp16", "fp16", "fp16"), ("qdint8", "qcint8", "fp32")),
-       flags=TRANSPOSE_B, packed=(1,),
+       flags=TRANSPOSE_B, packed=(1,), ranks=((2, 6),),
+       bounds=("qcint8 is constant, with a scale per column that counts for all matrices of a batch",
+               "qdint8 is quantized over its last axis"),
        doc="input1 @ input2 over the last two axes, the others broadcast; flag 0x1 transposes input2",
        nan=UNPROMISED),
 )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from ._quant import same_pairs
+from ._quant import SAME_PAIRS, same_pairs
 from ._row import Op, Refusal, Shape, Shapes
 from ._rules import (
     ALIGN_CORNERS,
@@ -29,8 +29,14 @@ def _length(name: str, vector: Sequence[int], shape: Shape) -> None:
         raise Refusal(f"{name} has {len(vector)} entries, the input has rank {len(shape)} ({text(shape)})")
 
 
+def _ranked(shape: Shape) -> None:
+    if not shape:
+        raise Refusal("input needs rank 1 or more, found a scalar")
+
+
 def transpose_shape(node: Any, ins: Shapes) -> list[Shape]:
     x, perm = ins[0], node.attrs["perm"]
+    _ranked(x)
     _length("perm", perm, x)
     if sorted(perm) != list(range(len(x))):
         raise Refusal(f"perm is {list(perm)}, need each of 0 to {len(x) - 1} once")
@@ -76,6 +82,7 @@ def reshape_rows_shape(node: Any, ins: Shapes) -> list[Shape]:
 
 def slice_shape(node: Any, ins: Shapes) -> list[Shape]:
     x, offsets, sizes = ins[0], node.attrs["offsets"], node.attrs["sizes"]
+    _ranked(x)
     _length("offsets", offsets, x)
     _length("sizes", sizes, x)
     out = []
@@ -173,29 +180,33 @@ def _concatenate(count: int) -> Op:
     inputs = " ".join(f"@input{number}_id" for number in range(1, count + 1))
     return Op(f"concatenate{count}", f"XNNConcatenate{count}", f"xnn_define_concatenate{count}",
               f"axis {inputs} @output_id flags", shape=concatenate_shape, check=same_pairs,
-              datatypes=same(MOVABLE, count + 1), flags=0,
+              datatypes=same(MOVABLE, count + 1), flags=0, ranks=((1, 6),), bounds=(SAME_PAIRS,),
               unused=tuple(f"input{number}_id" for number in range(count + 1, 6)),
               doc=f"{count} inputs one after the other along an axis; a negative one counts from the end", nan=MOVED)
 
 
 OPS = (
     Op("static_transpose", "XNNStaticTranspose", "xnn_define_static_transpose", "perm[] @input_id @output_id flags",
-       shape=transpose_shape, check=same_pairs, datatypes=same(MOVABLE, 2), flags=0,
+       shape=transpose_shape, check=same_pairs, datatypes=same(MOVABLE, 2), flags=0, ranks=((1, 6),),
+       bounds=(SAME_PAIRS,),
        doc="axes in another order", nan=MOVED),
     Op("static_reshape", "XNNStaticReshape", "xnn_define_static_reshape", "new_shape[] @input_id @output_id flags",
-       shape=reshape_shape, check=same_pairs, datatypes=same(COPYABLE, 2), flags=0,
+       shape=reshape_shape, check=same_pairs, datatypes=same(COPYABLE, 2), flags=0, bounds=(SAME_PAIRS,),
        doc="same elements, other dimensions; one 0 is inferred", nan=MOVED),
     Op("static_slice", "XNNStaticSlice", "xnn_define_static_slice", "offsets[] sizes[6] @input_id @output_id flags",
        shape=slice_shape, check=same_pairs, normalize=slice_normalize, datatypes=same(MOVABLE, 2), flags=0,
+       ranks=((1, 6),), bounds=(SAME_PAIRS,),
        doc="a box out of the input", nan=MOVED),
     Op("static_constant_pad", "XNNStaticConstantPad", "xnn_define_static_constant_pad",
        # XNNPACK copies as many entries as the input has dimensions.
        "pre_paddings[6] post_paddings[6] padding_value @input_id @output_id flags",
        shape=pad_shape, check=same_pairs, datatypes=same(MOVABLE, 2), flags=0,
+       bounds=(f"up to {MAX_PADDING} elements on a side", SAME_PAIRS),
        doc="input with a border of padding_value", nan=MOVED),
     Op("static_resize_bilinear2d", "XNNStaticResizeBilinear2D", "xnn_define_static_resize_bilinear_2d",
        "new_height new_width @input_id @output_id flags", shape=resize_shape, check=same_pairs,
-       datatypes=same(MOVABLE, 2),
+       datatypes=same(MOVABLE, 2), ranks=((4, 4),),
+       bounds=("heights and widths below 2**24; flags 0x4 and 0x8 exclude each other", SAME_PAIRS),
        flags=LEGACY_MODE | ALIGN_CORNERS | TRANSIENT_INDIRECTION_BUFFER,
        doc="bilinear interpolation to another height and width", nan="NaN spreads to whatever it is mixed into."),
     *(_concatenate(count) for count in (2, 3, 4, 5)),

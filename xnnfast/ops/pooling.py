@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ._quant import same_pairs, strict_limits
+from ._quant import SAME_PAIRS, same_pairs, strict_limits
 from ._row import Op, Refusal, Shape, Shapes
 from ._rules import (
     CLAMP,
@@ -150,25 +150,35 @@ def global_normalize(node: Any, ins: Shapes, outs: Sequence[Shape]) -> Any:
     return node
 
 
+_TOUCHES = "every window touches the input; the padded input is no smaller than the window"
+
 OPS = (
     Op("average_pooling2d", "XNNAvgPooling2d", "xnn_define_average_pooling_2d",
        f"{PADDING} {WINDOW} {STRIDE} {CLAMP} @input_id @output_id flags", shape=average_shape,
-       check=strict_limits,
+       check=strict_limits, ranks=((4, 4),),
+       bounds=(_TOUCHES, "windows that reach into both top and bottom padding only where this XNNPACK does not mix up "
+               "their rows"),
        datatypes=same(FLOATS, 2), flags=SAME_PADDING | KEEP_DIMS, unused=("dilation_height", "dilation_width"),
        doc="mean of each window; padding is not counted",
        nan="A window that holds NaN gives -infinity or the lower limit."),
     Op("max_pooling2d", "XNNMaxPooling2d", "xnn_define_max_pooling_2d",
        f"{PADDING} {WINDOW} {STRIDE} {DILATION} {CLAMP} @input_id @output_id flags", shape=maximum_shape,
        check=same_pairs,
-       datatypes=same(MOVABLE, 2), flags=SAME_PADDING | KEEP_DIMS, doc="largest element of each window",
+       datatypes=same(MOVABLE, 2), flags=SAME_PADDING | KEEP_DIMS, ranks=((4, 4),),
+       doc="largest element of each window",
+       bounds=(_TOUCHES, "windows have 2 elements or more, and strides no longer than the window",
+               "dilation with padding only where this XNNPACK takes no element from outside a window", SAME_PAIRS),
        nan="A window that holds NaN gives +infinity or the upper limit."),
     Op("argmax_pooling2d", "XNNArgMaxPooling2d", "xnn_define_argmax_pooling_2d",
        f"{PADDING} {WINDOW} @input_id @output_value_id @output_index_id flags", shape=argmax_shape,
-       datatypes=(("fp32", "fp32", "fp32"),), flags=SAME_PADDING,
+       datatypes=(("fp32", "fp32", "fp32"),), flags=SAME_PADDING, ranks=((4, 4),),
+       bounds=(_TOUCHES, "windows have 2 elements or more and stand side by side",
+               "files declare the index fp32; no other operator can read it"),
        doc="largest element of each window, and the number of its place in the window (uint32; column by column: "
            "x * pooling_height + y; a place in the padding stands for the input's nearest element)",
        nan="NaN as the first element of a window gives NaN and 0; later ones are passed over."),
     Op("global_average_pooling2d", "XNNGlobalAvgPooling2d", "", "@input_id @output_id flags",
        shape=global_shape, normalize=global_normalize, datatypes=same(MOVABLE, 2), flags=KEEP_DIMS,
+       ranks=((3, 6),),
        doc="mean over height and width (axes -3 and -2); runs as static_reduce", nan="NaN stays NaN."),
 )
