@@ -25,13 +25,15 @@ from ._executor import Crew, is_ready
 from ._graph import Graph
 from ._runtime import empty
 from .batching import Layout
-from .errors import ArgumentError, ClosedError, DtypeError, OverlapError, ShapeError, XnnfastError
+from .errors import ArgumentError, ClosedError, DtypeError, OverlapError, ShapeError, UnsupportedError, XnnfastError
 from .limits import allowed_cpus
 from .lower import lower_batches
 from .ops._rules import text
 from .precision import Accuracy, apply
 
 if TYPE_CHECKING:
+    from .program import Program
+
     Array = np.ndarray[Any, np.dtype[Any]]
     Arrays = tuple[Array, ...]
 
@@ -133,8 +135,8 @@ class Executor:
 
     Parameters
     ----------
-    source : Graph, path or buffer
-        What is not a graph is opened by :func:`load`.
+    source : Graph, Program, path or buffer
+        A program has to come down to one graph: :meth:`Program.plan` tells.
     workers : int, optional
         Threads that work on a batch, the calling one included; by default as many as CPUs are allowed.
     threads : int, default 1
@@ -187,7 +189,7 @@ class Executor:
         for name, number in (("workers", workers), ("threads", threads), ("micro_batch", micro_batch)):
             if number is not None and (not isinstance(number, (int, np.integer)) or number < 1):
                 raise ArgumentError(f"need {name} of at least 1, got {number!r}")
-        self.graph = _graph_of(source)
+        self.graph, self._watched, self._program = _opened(source)
         self.precision = precision
         self.accuracy: Accuracy | None = None
         self._as_filed: dict[str, Any] = {"batched": batched, "batch": batch}
@@ -202,7 +204,7 @@ class Executor:
         self._pin = bool(pin)
         self._cache = weights_cache
         self.inputs = self.graph.inputs
-        self.outputs = self.graph.outputs
+        self.outputs = self.graph.outputs[: len(self.graph.outputs) - self._watched]
         self.staged = 0
         self._closed = False
         self._tuners: dict[tuple[Any, ...], _Tuner] = {}
@@ -261,7 +263,7 @@ class Executor:
         request = self._request(crew, arrays, out)
         with self._lock:
             self._process([request])
-        return request.outputs
+        return request.outputs[: len(self.outputs)]
 
     def _process(self, requests: list[_Request]) -> None:
         """Run requests of one variant; the lock is held."""
@@ -286,8 +288,40 @@ class Executor:
                     members = 1
                 crew.run(jobs, variant, micro, done, total, members=members)
         self._spread_shared(requests)
+        if self._watched:
+            for request in requests:
+                self._recompute(request)
         if self.precision is not None and self.accuracy is None:
             self.accuracy = self._compare(jobs[0])
+
+    def _recompute(self, request: _Request) -> None:
+        """Samples of a program for which its graph is not enough, once more by the program itself."""
+        layouts = self._crew.layouts
+        odd: set[int] = set()
+        for array, layout in zip(request.outputs[len(self.outputs):], layouts[len(self.inputs) + len(self.outputs):]):
+            if np.isfinite(array).all():
+                continue
+            if layout is None:
+                odd.update(range(request.rows))
+            else:
+                blocks = layout.blocks(layout.sized(array.shape, 1))
+                finite = np.isfinite(array.reshape(blocks, request.rows, -1)).all(axis=(0, 2))
+                odd.update(np.flatnonzero(~finite).tolist())
+        batching = self._lowered.batching
+        assert batching is not None and self._program is not None
+        for sample in sorted(odd):
+            # A program runs the batch that it was made for: all its samples are the one that is wanted.
+            inputs = [array if layout is None else np.concatenate(
+                [array[sample * layout.inner : (sample + 1) * layout.inner]] * batching.batch)
+                for array, layout in zip(request.inputs, layouts)]
+            results = self._program.run(*inputs)
+            for array, layout, result in zip(request.outputs, layouts[len(self.inputs):], results):
+                if layout is None:
+                    array[...] = result
+                else:
+                    blocks = layout.blocks(layout.sized(array.shape, 1))
+                    one = result.reshape(blocks, batching.batch, -1)[:, 0]
+                    array.reshape(blocks, request.rows, -1)[:, sample] = one
 
     def _compare(self, job: tuple[Arrays, Arrays, int]) -> Accuracy:
         """The first samples of the first batch once more, in the file's own precision."""
@@ -296,7 +330,7 @@ class Executor:
         layouts = self._crew.layouts
         few = [array if layout is None else array[: count * layout.inner] for array, layout in zip(inputs, layouts)]
         with Executor(self.graph, workers=self.workers, micro_batch=1, **self._as_filed) as executor:
-            want = executor.run(*few)
+            want = executor.run(*few)[: len(self.outputs)]
         got = [array if layout is None else _first(array, layout, rows, count)
                for array, layout in zip(outputs, layouts[len(inputs):])]
         return Accuracy.of(str(self.precision), got, want, count)
@@ -310,7 +344,7 @@ class Executor:
 
     def _spread_shared(self, requests: list[_Request]) -> None:
         """Outputs that don't depend on the batch were written for one request alone."""
-        for position in range(len(self.outputs)):
+        for position in range(len(requests[0].outputs)):
             if self._crew.layouts[len(self.inputs) + position] is None:
                 for request in requests[1:]:
                     np.copyto(request.outputs[position], requests[0].outputs[position])
@@ -454,7 +488,7 @@ class Executor:
                 for k, other in enumerate(others):
                     if np.may_share_memory(array, other):
                         raise OverlapError(f"out[{j}] shares memory with {name}{k if name != 'out' else f'[{k}]'}")
-        return tuple(out)
+        return (*out, *crew.new_outputs(variant, rows)[len(out):]) if self._watched else tuple(out)
 
     # ---- many calls
 
@@ -507,7 +541,7 @@ class Executor:
             self._fail(requests, error)
         else:
             for request in requests:
-                request.future.set_result(request.outputs)  # type: ignore[union-attr]
+                request.future.set_result(request.outputs[: len(self.outputs)])  # type: ignore[union-attr]
         return following
 
     def _joins(self, first: _Request, other: _Request) -> bool:
@@ -655,12 +689,22 @@ class Executor:
         return f"Executor({self.graph!r}, workers={self.workers}, threads={self.threads})"
 
 
-def _graph_of(source: Any) -> Graph:
-    if isinstance(source, Graph):
-        return source
+def _opened(source: Any) -> tuple[Graph, int, Program | None]:
+    """A graph, how many of its last outputs are watched values, and the program that it stands for."""
     from .load import load
+    from .program import Program
 
-    return load(source)
+    if isinstance(source, Graph):
+        return source, 0, None
+    program = source
+    if not isinstance(source, Program):
+        try:
+            return load(source), 0, None
+        except UnsupportedError:
+            program = Program(source)
+    from .whole import whole
+
+    return *whole(program), program
 
 
 def _first(array: Array, layout: Layout, rows: int, count: int) -> Array:

@@ -27,7 +27,6 @@ from .commands import CommandError, Dialect, File, _load, _targets, app
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    from .._graph import Graph
     from ..executor import Executor
 
     Array = np.ndarray[Any, np.dtype[Any]]
@@ -85,9 +84,10 @@ def batch(
 
     if resume and restart:
         raise CommandError("--resume and --restart exclude each other")
-    graph = _load(model, dialect)
-    with Executor(graph, workers=workers, micro_batch=micro_batch, precision=precision, pin=pin) as executor:
-        job = _Job(model, graph, executor, inputs, output, normalize, precision)
+    # A program may need more than load can do; the executor finds out.
+    source = model if dialect is None else _load(model, dialect)
+    with Executor(source, workers=workers, micro_batch=micro_batch, precision=precision, pin=pin) as executor:
+        job = _Job(model, executor, inputs, output, normalize, precision)
         with _terminable(), batch_io.Journal(job.journal_path) as journal:
             job.open(journal, resume, restart)
             try:
@@ -137,14 +137,15 @@ def _terminable() -> Iterator[None]:
 class _Job:
     """Inputs, outputs and what stands between them, for one run of the command."""
 
-    def __init__(self, model: Path, graph: Graph, executor: Executor, inputs: list[str], output: list[str],
-                 normalize: str | None, precision: str | None) -> None:
+    def __init__(self, model: Path, executor: Executor, inputs: list[str], output: list[str], normalize: str | None,
+                 precision: str | None) -> None:
         self.executor = executor
         self.done = self.resumed = 0
         self.seconds = 0.0
         crew = executor._crew
-        self.layouts = crew.layouts[: len(graph.inputs)]
-        specs = [batch_io.Spec(value.datatype, dtype, value.shape) for value, dtype in zip(graph.inputs, crew.dtypes)]
+        self.layouts = crew.layouts[: len(executor.inputs)]
+        specs = [batch_io.Spec(value.datatype, dtype, value.shape)
+                 for value, dtype in zip(executor.inputs, crew.dtypes)]
         self.sources = batch_io.open_inputs(inputs, specs, [str(position) for position in range(len(specs))])
         self.normalize = [_Normalize.of(normalize, source, spec) for source, spec in zip(self.sources, specs)]
         if normalize is not None and not any(self.normalize):
@@ -154,8 +155,8 @@ class _Job:
                              for source, layout in zip(self.sources, self.layouts))
         shapes = crew.output_shapes(self.variant, self.rows)
         made = [batch_io.Spec(value.datatype, dtype, shape)
-                for value, dtype, shape in zip(graph.outputs, crew.dtypes[len(specs):], shapes)]
-        self.placed = crew.layouts[len(specs):]
+                for value, dtype, shape in zip(executor.outputs, crew.dtypes[len(specs):], shapes)]
+        self.placed = crew.layouts[len(specs) : len(specs) + len(made)]
         for position, layout in enumerate(self.placed):
             if layout is not None and layout.outer > 1 and self.rows > 1:
                 raise CommandError(f"output {position} holds samples between one another on axis {layout.axis}: it "

@@ -1,0 +1,70 @@
+"""Programs as one graph, for the executor."""
+
+from __future__ import annotations
+
+import pathlib
+
+import numpy as np
+import pytest
+
+from xnnfast import Program
+from xnnfast.errors import UnsupportedError
+from xnnfast.executor import Executor
+from xnnfast.whole import whole
+
+FOLDER = pathlib.Path(__file__).parents[2] / "shared"
+
+pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="the programs are not here")
+
+
+def path(name):
+    (found,) = FOLDER.glob(f"*/{name}/model.pte")
+    return found
+
+
+def batch_of(program, count, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal((count, *port.shape[1:])).astype(port.dtype) for port in program.inputs()]
+
+
+def one_by_one(program, arrays, declared):
+    made = [program.run(*[np.repeat(array[i : i + 1], declared, 0) for array in arrays]) for i in range(len(arrays[0]))]
+    return [np.concatenate([each[position][:1] for each in made]) for position in range(len(program.outputs()))]
+
+
+# smallcnn_fp32_dyn has two delegates and says that its batch of 15 is an upper bound.
+@pytest.mark.parametrize("name", ["bert_mini_fp32_b1", "attn_block_fp32_b2", "smallcnn_fp32_dyn", "mlp_qd8"])
+def test_a_program_that_comes_down_to_one_graph_runs_any_batch(name):
+    program = Program(path(name))
+    declared = program.inputs()[0].shape[0]
+    arrays = batch_of(program, 7)
+    want = one_by_one(program, arrays, declared)
+    for source in (program, path(name)):
+        with Executor(source, workers=2) as executor:
+            for count in (7, 1, 3):
+                for one, other in zip(executor.run(*[array[:count] for array in arrays]), want):
+                    np.testing.assert_allclose(one, other[:count], 1e-4, 1e-5)
+
+
+def test_a_sample_that_the_graph_does_not_provide_for_is_answered_by_the_program():
+    program = Program(path("bert_mini_fp32_b1"))
+    found = whole(program)
+    assert found.watched == 4
+    (x,) = batch_of(program, 6)
+    with Executor(program, workers=2) as executor:
+        asked = []
+        run, program.run = program.run, lambda *arrays: asked.append(arrays) or run(*arrays)
+        executor.run(x)
+        assert not asked
+        x[4, 2, 5] = np.nan
+        out = np.empty((6, 2), np.float32)
+        (y,) = executor.run(x, out=[out])
+        assert len(asked) == 1 and np.array_equal(asked[0][0], x[4:5], equal_nan=True) and y is out
+        np.testing.assert_array_equal(y[4], run(x[4:5])[0][0])
+        (again,) = executor.submit(x).result(60)
+        np.testing.assert_array_equal(again, y)
+
+
+def test_a_program_that_leaves_something_to_do_is_refused_with_what_that_is():
+    with pytest.raises(UnsupportedError, match=r"is not one graph.*\n.*NumPy step"):
+        Executor(Program(path("bert_mini_fp32_b1"), merge=False))
