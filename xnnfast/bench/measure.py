@@ -70,7 +70,6 @@ class Build:
         variables.pop("PYTHONPATH", None)
         if self.path is not None:
             variables["PYTHONPATH"] = self.path
-        variables["PYTHONDONTWRITEBYTECODE"] = "1"
         # NumPy's own threads have no part in this, but would be started.
         variables.setdefault("OPENBLAS_NUM_THREADS", "1")
         return variables

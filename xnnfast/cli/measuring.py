@@ -1,0 +1,210 @@
+"""The subcommands that measure: bench, compare and profile.
+
+What they print goes to stdout, progress to stderr and only where that is a terminal. The status of ``compare`` is its
+verdict: 0 same or faster, 1 slower, 3 ambiguous, 4 invalid.
+"""
+
+from __future__ import annotations
+
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..bench import stats
+from .commands import CommandError, Json, _print_json, app
+
+Input = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--input", "-i", metavar="X.npy", help="Input arrays, once per input; without: seeded random numbers."
+    ),
+]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of random inputs.")]
+Method = Annotated[str | None, typer.Option(metavar="NAME", help="Method of a program.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
+Cpus = Annotated[str | None, typer.Option(metavar="0,1", help="Bind what is measured to these CPUs.")]
+
+
+def _numbers(text: str | None, what: str, least: int = 1) -> list[int]:
+    """A list as in ``1,8,32``."""
+    if not text:
+        return []
+    try:
+        found = [int(word) for word in text.split(",")]
+    except ValueError:
+        raise CommandError(f"{what}: need whole numbers with commas between them, got {text!r}") from None
+    if min(found) < least:
+        raise CommandError(f"{what}: need numbers of at least {least}, got {text!r}")
+    return found
+
+
+class _Progress:
+    """One line on a terminal, written over again and again."""
+
+    def __init__(self, quiet: bool) -> None:
+        self.on = not quiet and sys.stderr.isatty()
+
+    def __call__(self, line: str) -> None:
+        if self.on:
+            print(f"\r\x1b[K{line[-100:]}", end="", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        if self.on:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+@app.command()
+def bench(
+    models: Annotated[list[Path], typer.Argument(metavar="MODEL...", help="Graph files or programs (.pte).")],
+    batch: Annotated[str | None, typer.Option(metavar="1,8,32", help="Samples per call; without: as declared.")] = None,
+    threads: Annotated[str, typer.Option(metavar="1,2", help="Threads of a runtime.")] = "1",
+    workers: Annotated[str, typer.Option(metavar="1,2", help="Runtimes side by side, each with its threads.")] = "1",
+    processes: Annotated[int, typer.Option(min=1, help="Fresh processes for each row.")] = 9,
+    seconds: Annotated[float, typer.Option(min=0.0, help="Seconds of samples in each process.")] = 0.5,
+    warm_up: Annotated[float, typer.Option(min=0.0, help="Most seconds of warming up.")] = 1.0,
+    samples: Annotated[int, typer.Option(min=1, help="Most samples of a process.")] = 5000,
+    inputs: Input = None,
+    seed: Seed = 0,
+    method: Method = None,
+    cold: Annotated[bool, typer.Option(help="Drop the file from the page cache before each opening.")] = False,
+    cpus: Cpus = None,
+    save: Annotated[
+        Path | None, typer.Option("--save", "-s", metavar="FILE.json", help="Keep the record for compare.")
+    ] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Measure latency, throughput, opening and memory of models in fresh processes."""
+    from ..bench import measure, record
+
+    progress = _Progress(quiet)
+    try:
+        facts = measure.bench(
+            models,
+            batches=_numbers(batch, "--batch"),
+            threads=_numbers(threads, "--threads"),
+            workers=_numbers(workers, "--workers"),
+            settings=measure.Settings(
+                processes=processes,
+                seconds=seconds,
+                warm_up=warm_up,
+                most=samples,
+                seed=seed,
+                cold=cold,
+                cpus=_numbers(cpus, "--cpus", 0) or None,
+            ),
+            inputs=inputs or (),
+            method=method,
+            say=progress,
+        )
+    finally:
+        progress.end()
+    if save is not None:
+        record.save(facts, save)
+    if as_json:
+        _print_json(facts)
+    else:
+        from ..bench.tables import print_bench
+
+        print_bench(facts)
+    if all("summary" not in result for model in facts["models"] for result in model["results"]):
+        raise CommandError("nothing could be measured")
+
+
+class Metric(str, Enum):
+    """What is compared."""
+
+    latency = "latency"
+    load = "load"
+    memory = "memory"
+
+
+@app.command()
+def compare(
+    a: Annotated[Path, typer.Argument(metavar="A", help="What was there before: a record, a model, or a build.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="What is new, of the same sort.")],
+    models: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--model", "-m", metavar="MODEL", help="Measure this model in the builds A and B; may be repeated."
+        ),
+    ] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Samples per call.")] = None,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of a runtime.")] = 1,
+    workers: Annotated[int, typer.Option(min=1, help="Runtimes side by side.")] = 1,
+    metrics: Annotated[
+        list[Metric] | None, typer.Option("--metric", help="Judge only this; may be repeated. Without: all.")
+    ] = None,
+    budget: Annotated[float, typer.Option(min=1.0, help="Most seconds.")] = 60.0,
+    seconds: Annotated[float, typer.Option(min=0.0, help="Seconds of samples in each process.")] = 0.15,
+    tolerance: Annotated[
+        float | None, typer.Option(min=0.0, help="Allowed difference of outputs, as a share of the largest number.")
+    ] = None,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(metavar="WORD", help="Compare though this differs: cpu, isa, pin, graph, precision, inputs, ..."),
+    ] = None,
+    inputs: Input = None,
+    seed: Seed = 0,
+    method: Method = None,
+    cpus: Cpus = None,
+    save: Annotated[
+        Path | None, typer.Option("--save", "-s", metavar="FILE.json", help="Keep verdicts and samples.")
+    ] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> int:
+    """Decide whether B is slower than A. Status 0: same or faster, 1: slower, 3: ambiguous, 4: invalid.
+
+    A and B are two records of bench, two models, or, with --model, two builds: a Python that has xnnfast, its
+    environment, or a folder with the built package.
+    """
+    from ..bench import compare as comparing
+    from ..bench import measure, record
+
+    words = frozenset(allow or ())
+    known = {*record.LIKENESS, *record.MODEL_LIKENESS, "shapes", "inputs"}
+    if words - known:
+        raise CommandError(f"--allow: need words of {', '.join(sorted(known))}, got {', '.join(sorted(words - known))}")
+    if not models and record.is_record(a) != record.is_record(b):
+        raise CommandError("need two records or two models, got one of each")
+    facts: dict[str, Any]
+    if not models and record.is_record(a):
+        facts = comparing.compare_records(record.load(a), record.load(b), words)
+    else:
+        progress = _Progress(quiet)
+        try:
+            if models:
+                builds = [measure.Build.at(str(each)) for each in (a, b)]
+                sides = [[measure.subject(model, build, method) for build in builds] for model in models]
+                labels = [str(model) for model in models]
+            else:
+                sides = [[measure.subject(each, None, method) for each in (a, b)]]
+                labels = [f"{a} against {b}"]
+            pairs = [
+                comparing.pair_of(label, *side, batch=batch, threads=threads, workers=workers)
+                for label, side in zip(labels, sides)
+            ]
+            settings = comparing.Settings(
+                budget=budget,
+                seconds=seconds,
+                seed=seed,
+                tolerance=tolerance,
+                cpus=_numbers(cpus, "--cpus", 0) or None,
+                metrics=tuple(each.value for each in metrics or list(Metric)),
+            )
+            facts = comparing.compare(pairs, settings=settings, inputs=inputs or (), allow=words, say=progress)
+        finally:
+            progress.end()
+    if save is not None:
+        record.save(facts, save)
+    if as_json:
+        _print_json(facts)
+    else:
+        from ..bench.tables import print_compare
+
+        print_compare(facts)
+    return stats.STATUS[facts["verdict"]]
