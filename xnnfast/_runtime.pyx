@@ -1345,16 +1345,44 @@ cdef class Runtime:
     @property
     def memory(self):
         """Bytes: ``mapped`` constants used in place, ``copied`` constants, ``packed`` weights (shared by all
-        runtimes of the graph), of those ``packed_mapped`` in a cache file, ``workspace`` of this runtime,
-        ``staging`` buffers."""
+        runtimes of the graph), of those ``packed_mapped`` in a cache file, ``workspace`` of this runtime (0 before
+        memory is planned, see :meth:`plan`), ``staging`` buffers. Depthwise convolutions and products with a
+        constant matrix have packed weights of their own in every runtime, which are not counted."""
+        cdef PackedWeights packed = self.packing.packed
         return {
             "mapped": sum(c.nbytes for c in self.graph.constants if c.in_place),
             "copied": sum(c.nbytes for c in self.graph.constants if not c.in_place),
-            "packed": self.packing.packed.nbytes,
-            "packed_mapped": self.packing.packed.mapped,
+            "packed": 0 if packed is None else packed.nbytes,
+            "packed_mapped": 0 if packed is None else packed.mapped,
             "workspace": workspace_size(self.engine),
             "staging": sum(array.nbytes for array in self.staging if array is not None),
         }
+
+    @property
+    def _maps(self):
+        """(what, address, bytes) of files that are mapped for this runtime; xnnfast.memory looks them up."""
+        cdef PackedWeights packed = self.packing.packed
+        owners = {id(c.owner): c.owner for c in self.graph.constants if c.owner is not None and c.owner.mapped}
+        made = [("constants", owner.address, owner.nbytes) for owner in owners.values()]
+        if packed is not None and packed.file is not None:
+            made.append(("packed", packed.file.address, packed.file.nbytes))
+        return made
+
+    def plan(self):
+        """Plan memory for the current shapes now; otherwise the first call does, which takes so much longer."""
+        if not xf_try_enter(&self.busy):
+            raise BusyError("this runtime is running in another thread; make one Runtime per thread")
+        try:
+            if self.closed:
+                raise ClosedError("this runtime was closed")
+            if self.generation != xf_fork_generation:
+                self.revive()
+            if self.shape_key is None:
+                self.restore()
+            if not self.has_zero and not self.engine.planned:
+                self.plan_engine()
+        finally:
+            xf_leave(&self.busy)
 
     def trim(self):
         """Give back workspace and staging memory; the next call plans anew."""
@@ -1378,6 +1406,7 @@ cdef class Runtime:
         self.closed = True
         self.engine = None
         self.pool = None
+        self.packing.packed = None
         self.staging = []
         self.plans = {}
         xf_leave(&self.busy)

@@ -128,7 +128,7 @@ class Lowered:
 
 def lower(graph: Graph) -> Lowered:
     """The lowered form of a graph, made once and kept with it."""
-    lowered = graph.caches.get("lowered")
+    lowered: Lowered | None = graph.caches.get("lowered")
     if lowered is None:
         lowered = _lower(graph)
         lowered._analyzed = False
@@ -136,7 +136,8 @@ def lower(graph: Graph) -> Lowered:
             lowered._analyze()
         # Otherwise no node is rewritten, and who runs the declared batch need not know where it is.
         # The first of several threads has made it for all: weights are packed once for a lowered graph.
-        lowered = graph.caches.setdefault("lowered", _finish(lowered))
+        kept: Lowered = graph.caches.setdefault("lowered", _finish(lowered))
+        return kept
     return lowered
 
 
@@ -149,13 +150,14 @@ def lower_batches(graph: Graph, inputs: Sequence[int] | None = None, batch: int 
         if lowered.follows_batch:
             return lowered
     key = ("lowered", None if inputs is None else tuple(inputs), batch)
-    lowered = graph.caches.get(key)
-    if lowered is None:
+    kept: Lowered | None = graph.caches.get(key)
+    if kept is None:
         lowered = _lower(graph)
         lowered._batching = analyze(lowered, inputs=inputs, batch=batch)
         lowered._follows_batch = free_batch(lowered, lowered._batching, strict=True)
-        lowered = graph.caches.setdefault(key, _finish(lowered))
-    return lowered
+        made: Lowered = graph.caches.setdefault(key, _finish(lowered))
+        return made
+    return kept
 
 
 def _bakes_in_batch(node: Node) -> bool:

@@ -58,8 +58,8 @@ FORMAT = 1
 HEADER = struct.Struct("<8sIIIIQQQ32s32s32s")
 #: Its last 32 bytes are the header's own digest.
 HEADER_SIZE = 256
-#: seed, looked up, ordinals of kernel and bias among the packed constants (-1: no bias), offset, size,
-#: fingerprint of the node. A checksum follows.
+#: seed, looked up, ordinals of kernel and bias among the packed constants (-1: no bias in XNNPACK's key, which
+#: leaves it out for dynamically quantized inputs), offset, size, fingerprint of the node. A checksum follows.
 ENTRY = struct.Struct("<IIqqQQ16s")
 CHECKSUM = 32
 ENTRY_SIZE = ENTRY.size + CHECKSUM
@@ -73,12 +73,14 @@ SETTLED_NS = 2_000_000_000
 #: More entries than any graph has nodes; a header that claims more is damaged.
 MAX_ENTRIES = 1 << 20
 MAX_ABOUT = 1 << 16
-#: Operators whose weights XNNPACK packs by way of the cache, once for each node.
-PACKING = frozenset(("fully_connected", "conv2d", "depthwise_conv2d", "conv_transpose2d"))
+#: Operators whose weights XNNPACK packs by way of the cache, once for each node. To depthwise convolutions and
+#: products of matrices it does not hand the cache on: each runtime packs its own.
+PACKING = frozenset(("fully_connected", "conv2d", "conv_transpose2d"))
 #: File systems whose change times can be relied upon: kept by this kernel, and set by no one else.
-KEEP_TIMES = frozenset(
-    "bcachefs btrfs erofs ext2 ext3 ext4 f2fs jfs overlay ramfs reiserfs rootfs squashfs tmpfs xfs zfs".split()
-)
+KEEP_TIMES = frozenset((
+    "bcachefs", "btrfs", "erofs", "ext2", "ext3", "ext4", "f2fs", "jfs", "overlay", "ramfs", "reiserfs", "rootfs",
+    "squashfs", "tmpfs", "xfs", "zfs",
+))  # fmt: skip
 #: Seconds after which what a killed writer left is removed, and what is remembered of unused model files.
 LEFTOVER = 3600.0
 FORGET = 90 * 86400.0
@@ -129,7 +131,7 @@ class Plan:
 
     def __init__(self, lowered: Any, flags: int) -> None:
         values = lowered.values
-        described = {number: describe(value) for number, value in values.items()}
+        described: dict[int | None, Any] = {number: describe(value) for number, value in values.items()}
         described[None] = None
         ordinals: dict[int, int] = {}
         self.constants: list[Any] = []
@@ -137,8 +139,8 @@ class Plan:
         digest = hashlib.sha256(marshal.dumps((build(), flags, lowered.inputs, lowered.outputs), 2))
         for node in lowered.nodes:
             op, attrs, ins = node.op, node.attrs, node.inputs
-            weights = [values[each] for each in ins[1:] if each is not None] if op.name in PACKING else ()
-            packs = bool(weights) and all([value.constant is not None for value in weights])
+            weights = [values[each] for each in ins[1:] if each is not None] if op.name in PACKING else []
+            packs = bool(weights) and all(value.constant is not None for value in weights)
             if packs:
                 for value in weights:
                     if value.id not in ordinals:
@@ -250,8 +252,8 @@ class WeightsCache:
         if len(packed) != len(plan.expected):
             return f"XNNPACK packed {len(packed)} weights for {len(plan.expected)} nodes"
         for (_, _, kernel, bias, data), wanted in zip(packed, plan.expected):
-            known = 0 if wanted.bias < 0 else plan.addresses[wanted.bias]
-            if kernel != plan.addresses[wanted.kernel] or bias != known or len(data) < wanted.at_least:
+            biases = (0,) if wanted.bias < 0 else (0, plan.addresses[wanted.bias])
+            if kernel != plan.addresses[wanted.kernel] or bias not in biases or len(data) < wanted.at_least:
                 return "XNNPACK packed weights that it had converted first"
         # What was packed must be what was digested, whatever became of the bytes in between.
         if not self.steady(identity, since) and content_digest(plan.constants) != identity.content:
@@ -259,7 +261,7 @@ class WeightsCache:
         path = self.path(identity)
         try:
             self._make_folder()
-            refusal = keep_off(path)
+            refusal = keep_off(self.file) if self.file is not None else None
             if refusal is not None:
                 return refusal
             write_file(path, identity, packed)
@@ -303,9 +305,9 @@ class WeightsCache:
         if not plan.owners or not all(unchanged(owner) for owner in plan.owners):
             return content_digest(plan.constants), True
         key = self._key(plan)
-        path = self._known(key) if key is not None and self._refusal() is None else None
-        if path is None:
+        if key is None or self._refusal() is not None:
             return content_digest(plan.constants), True
+        path = self._known(key)
         found = recall(path, key)
         if found is not None:
             return found, False
@@ -355,8 +357,9 @@ def build() -> tuple[Any, ...]:
         from ._generated.build_info import INFO
         from ._runtime import isa, processor
 
-        archives = tuple([archive["sha256"] for archive in INFO["archives"]])
-        _build = (INFO["key"], archives, tuple(isa()), processor(), FORMAT)
+        info: dict[str, Any] = INFO
+        archives = tuple([archive["sha256"] for archive in info["archives"]])
+        _build = (info["key"], archives, tuple(isa()), processor(), FORMAT)
     return _build
 
 
@@ -461,7 +464,8 @@ def default_folder() -> Path:
         import platformdirs
     except ImportError:
         raise UnsupportedError(
-            f"weights_cache=True needs the platformdirs package (install xnnfast[cache]), or {ENV_FOLDER}, or a folder in its place"
+            f"weights_cache=True needs the platformdirs package (install xnnfast[cache]), or {ENV_FOLDER}, or a folder "
+            "in its place"
         ) from None
     return Path(platformdirs.user_cache_dir("xnnfast", appauthor=False)) / "weights"
 
@@ -497,14 +501,14 @@ def own_file(status: os.stat_result) -> bool:
 
 
 def keep_off(path: Path) -> str | None:
-    """Why whatever is in the file's place must stay there; None if there is nothing, or an older cache file."""
+    """Why whatever a user's path names must stay there; None if there is nothing, or a cache file."""
     try:
         status = os.lstat(path)
     except FileNotFoundError:
         return None
     if not own_file(status):
         return f"{path} is not a regular file that its owner alone can write"
-    if status.st_size and read_start(path, len(MAGIC)) != MAGIC:
+    if status.st_size and path.suffix != SUFFIX and read_start(path, len(MAGIC)) != MAGIC:
         return f"{path} is there and is no cache file"
     return None
 
@@ -619,10 +623,9 @@ def write_file(path: Path, identity: Identity, packed: Sequence[Packed]) -> None
     with replacing(path) as file:
         reserve(file.fileno(), offsets[-1])
         file.seek(blob_offset)
-        for place, ((seed, looked_up, _, _, data), wanted) in enumerate(zip(packed, plan.expected)):
-            entry = ENTRY.pack(
-                seed, looked_up, wanted.kernel, wanted.bias, offsets[place], len(data), wanted.fingerprint
-            )
+        for place, ((seed, looked_up, _, bias, data), wanted) in enumerate(zip(packed, plan.expected)):
+            keyed = wanted.bias if bias else -1
+            entry = ENTRY.pack(seed, looked_up, wanted.kernel, keyed, offsets[place], len(data), wanted.fingerprint)
             digest = checksum(both, place, entry)
             for part in (data, bytes(offsets[place + 1] - offsets[place] - len(data))):
                 file.write(part)
@@ -713,7 +716,9 @@ def open_fitting(path: Path, identity: Identity) -> tuple[Payload, Front] | None
     if len(front.entries) != len(plan.expected) or not front.entries:
         return None
     for entry, wanted in zip(front.entries, plan.expected):
-        if (entry.kernel, entry.bias, entry.fingerprint) != wanted[:3] or entry.size < wanted.at_least:
+        if (entry.kernel, entry.fingerprint) != (wanted.kernel, wanted.fingerprint):
+            return None
+        if entry.bias not in (-1, wanted.bias) or entry.size < wanted.at_least:
             return None
     return payload, front
 
