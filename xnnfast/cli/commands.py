@@ -92,10 +92,19 @@ def _usage(error: Any) -> int:
 
 
 @app.command()
-def inspect(file: File, as_json: Json = False, dialect: Dialect = None) -> None:
+def inspect(
+    file: File,
+    as_json: Json = False,
+    dialect: Dialect = None,
+    data: Annotated[
+        list[Path] | None, typer.Option("--data", metavar="FILE.ptd", help="Data file of a program; may be repeated.")
+    ] = None,
+) -> None:
     """Show what a file holds, and which constants are used in place."""
     from ..describe import describe, text
 
+    if _program.inspect_program(file, dialect, data, as_json):
+        return
     facts = describe(_load(file, dialect))
     if as_json:
         _print_json(facts)
@@ -303,3 +312,4 @@ def _print_json(facts: Any) -> None:
 # Subcommands in modules of their own add themselves to the app.
 from . import batch as _batch  # noqa: E402, F401
 from . import measuring as _measuring  # noqa: E402, F401
+from . import program as _program  # noqa: E402

@@ -1,0 +1,78 @@
+"""``xnnfast extract``, and what ``inspect`` says of ExecuTorch programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .._payload import Payload
+from ..describe_program import describe_program, is_program, program_text
+from ..errors import UnsupportedError, XnnfastError
+from .commands import CommandError, Json, _print_json, app
+
+ProgramArgument = Annotated[Path, typer.Argument(metavar="FILE.pte", help="ExecuTorch program, bundled or not.")]
+Data = Annotated[
+    list[Path] | None,
+    typer.Option("--data", metavar="FILE.ptd", help="Data file that the program refers to; may be repeated."),
+]
+
+
+def inspect_program(file: Path, dialect: str | None, data: list[Path] | None, as_json: bool) -> bool:
+    """Print what is in a program; False if the file is none."""
+    payload = Payload.open(file)
+    if payload.nbytes < 8 or not is_program(bytes(memoryview(payload)[4:8])):
+        return False
+    from ..describe import describe, text
+    from ..load import load
+    from ..program import Program
+
+    try:
+        with Program(payload, data or ()) as program:
+            facts = describe_program(program, dialect)
+    except XnnfastError as error:
+        raise CommandError(f"{file}: {error}") from error
+    graph = None
+    try:
+        if len(facts["methods"]) == 1:
+            graph = describe(load(payload, dialect=dialect, data=data or ()))
+    except UnsupportedError:
+        # More than one graph: there is no such view of it.
+        pass
+    except XnnfastError as error:
+        raise CommandError(f"{file}: {error}") from error
+    if as_json:
+        _print_json({**facts, "graph": graph})
+    else:
+        print(program_text(facts))
+        if graph is not None:
+            print(f"\nthe program is one graph\n{text(graph)}")
+    return True
+
+
+@app.command()
+def extract(
+    file: ProgramArgument,
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Folder for the graph files.")],
+    data: Data = None,
+    as_json: Json = False,
+) -> None:
+    """Write each delegate of a program to a graph file of its own, with the data it refers to."""
+    from ..extract import extract as write_delegates
+
+    written = []
+    try:
+        for each in write_delegates(file, output, data=data or ()):
+            nodes = len(each.graph.nodes)
+            facts = {"path": str(each.path), "method": each.method, "delegate": each.delegate, "nodes": nodes}
+            written.append({**facts, "nbytes": each.nbytes})
+            if not as_json:
+                print(
+                    f"{each.path}: method {each.method!r}, delegate {each.delegate}, {nodes} nodes, {each.nbytes} bytes"
+                )
+    except XnnfastError as error:
+        message = str(error)
+        raise CommandError(message if message.startswith(str(file)) else f"{file}: {message}") from error
+    if as_json:
+        _print_json(written)
