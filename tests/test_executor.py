@@ -17,12 +17,15 @@ import numpy as np
 import pytest
 
 from xnnfast import _runtime, load, reference
+from xnnfast._graph import Graph
 from xnnfast.builder import GraphBuilder
+from xnnfast.caps import Limits
 from xnnfast.errors import (
     ArgumentError,
     ClosedError,
     DtypeError,
     GraphError,
+    LimitError,
     OverlapError,
     ShapeError,
     UnsupportedError,
@@ -91,6 +94,20 @@ def test_an_empty_batch_has_empty_results():
         assert y.shape == (0, 4)
         out = np.empty((0, 4), np.float32)
         assert executor.run(np.empty((0, 9, 9, 3), np.float32), out=[out])[0] is out
+
+
+def test_a_batch_may_be_larger_than_what_fits_in_the_workspace_at_once():
+    b = GraphBuilder()
+    b.output(b.global_average_pooling2d(b.conv2d(b.input((1, 8, 8, 1)), numbers(64, 1, 1, 1)), keep_dims=False))
+    parts = b.parts()
+    graph = Graph(*parts, limits=Limits(max_workspace=1 << 20))
+    x = numbers(1000, 8, 8, 1)
+    with Executor(graph, workers=2) as executor:
+        (y,) = executor.run(x)
+        np.testing.assert_allclose(y[::9], rows(graph, x[::9])[0], 1e-4, 1e-5)
+        assert executor.plan.micro_batch <= 16
+    with Executor(graph, workers=1, micro_batch=100) as executor, pytest.raises(LimitError, match="max_workspace"):
+        executor.run(x)
 
 
 def test_several_inputs_shared_inputs_and_shared_outputs():

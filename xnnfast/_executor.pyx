@@ -380,6 +380,8 @@ cdef class Crew:
     cdef list engines
     cdef list stages
     cdef object planned
+    # Keys of planned whose sizes were compared with the cap.
+    cdef set within_cap
     cdef object cpus
     cdef Packing packing
     cdef Pool pool
@@ -404,6 +406,7 @@ cdef class Crew:
         self.cpus = cpus
         self.packing = prepare_packing(graph, lowered, flags, weights_cache)
         self.planned = OrderedDict()
+        self.within_cap = set()
         # One more than there are workers: the engine with a pool.
         self.engines = [OrderedDict() for _ in range(workers + 1)]
         self.stages = [[None] * (len(graph.inputs) + len(graph.outputs)) for _ in range(workers + 1)]
@@ -471,12 +474,10 @@ cdef class Crew:
 
     def output_shapes(self, tuple variant, size_t count):
         """Shapes of the outputs for that many samples."""
-        # Rules of some operators refuse an empty input, so the answer for 0 is that for 1 without its samples.
-        shapes = self.shapes(variant, max(count, <size_t> 1))
-        made = []
-        for layout, id in zip(self.layouts[self.job.inputs:], self.lowered.outputs):
-            made.append(layout.sized(shapes[id], 0) if layout is not None and count == 0 else shapes[id])
-        return made
+        # From those for one sample: a whole batch may be far too large for what lies between inputs and outputs.
+        shapes = self.shapes(variant, 1)
+        return [shapes[id] if layout is None else layout.sized(shapes[id], count)
+                for layout, id in zip(self.layouts[self.job.inputs:], self.lowered.outputs)]
 
     def new_outputs(self, tuple variant, size_t count):
         """Arrays for the results of that many samples, with readable bytes behind them."""
@@ -498,7 +499,11 @@ cdef class Crew:
         cdef Engine engine
         cdef object engines = self.engines[member]
         shapes = self.shapes(variant, count)
-        _shapes.check_workspace(self.lowered, shapes, self.lowered.graph.limits.max_workspace)
+        if (variant, count) not in self.within_cap:
+            _shapes.check_workspace(self.lowered, shapes, self.graph.limits.max_workspace)
+            if len(self.within_cap) >= MAX_SHAPES:
+                self.within_cap.clear()
+            self.within_cap.add((variant, count))
         pattern = broadcast_pattern(self.lowered, shapes)
         engine = engines.get(pattern)
         self.job.slot[member].engine = NULL

@@ -209,6 +209,8 @@ class Executor:
         self._closed = False
         self._tuners: dict[tuple[Any, ...], _Tuner] = {}
         self._tuner = _Tuner()
+        # Seconds per sample on one worker, lately.
+        self._pace = math.inf
         self._start()
 
     def _start(self) -> None:
@@ -283,11 +285,12 @@ class Executor:
                     done = self._probe(crew, jobs, variant, total)
             if done < total:
                 micro = self._divide(self._micro_batch or self._tuner.micro_batch, total - done)
-                members = self.workers
-                if self._tuner.timings and self._tuner.timings[self._tuner.micro_batch] * (total - done) < ALONE:
-                    members = 1
-                crew.run(jobs, variant, micro, done, total, members=members)
-        self._spread_shared(requests)
+                members = 1 if self._pace * (total - done) < ALONE else self.workers
+                times = crew.run(jobs, variant, micro, done, total, members=members)
+                if times:
+                    self._pace = min(times) / micro / 1e9
+        if len(requests) > 1:
+            self._spread_shared(requests)
         if self._watched:
             for request in requests:
                 self._recompute(request)
@@ -377,7 +380,15 @@ class Executor:
             seconds, rounds = math.inf, 3
             for _ in range(2):
                 stop = done + self.workers * size * min(rounds, room)
-                times = crew.run(jobs, variant, size, done, stop)
+                try:
+                    times = crew.run(jobs, variant, size, done, stop)
+                except MemoryError:
+                    # Of LimitError and XnnpackMemoryError this is the base. Nothing has run: memory comes before.
+                    if size == 1:
+                        raise
+                    tuner.complete = True
+                    crew.trim()
+                    return done
                 done, room = stop, (total - stop) // (self.workers * size)
                 if times:
                     seconds = min(seconds, sum(times) / len(times) / size / 1e9)
