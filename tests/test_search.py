@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from op_cases import case
 
 import xnnfast as xf
-from xnnfast import GraphBuilder, Runtime, reference
+from xnnfast import GraphBuilder, PerChannel, PerToken, Runtime, reference
 from xnnfast.ops import OPS
 
 FACTOR = float(os.environ.get("XNNFAST_SEARCH", "0"))
@@ -353,3 +353,77 @@ def test_graphs_keep_no_state_over_shapes(program, all_shapes, datatype):
             np.testing.assert_array_equal(one, two)
             tolerance = 2e-2 if datatype == "fp16" else 1e-4
             np.testing.assert_allclose(one.astype(float), three.astype(float), rtol=tolerance, atol=tolerance)
+
+
+IMAGE_STEPS = {
+    "conv": lambda b, x, n: b.conv2d(x, n.weights(5, 3, 3, x.shape[3]), n.weights(5), padding=1, clamp=(-2, 2)),
+    "strided": lambda b, x, n: b.conv2d(x, n.weights(4, 2, 2, x.shape[3]), stride=2, padding=1),
+    "pointwise": lambda b, x, n: b.conv2d(x, n.weights(6, 1, 1, x.shape[3])),
+    "depthwise": lambda b, x, n: b.depthwise_conv2d(x, n.weights(1, 3, 3, x.shape[3]), same_padding=True),
+    "transposed": lambda b, x, n: b.conv_transpose2d(x, n.weights(3, 2, 2, x.shape[3]), stride=2),
+    "dynamic": lambda b, x, n: b.conv2d(b.convert(x, "qdint8", PerToken(3)), b.constant(
+        n.rng.integers(-127, 128, (4, 3, 3, x.shape[3])).astype(np.int8), "qcint8", PerChannel(np.full(4, .01), 0)),
+        padding=1),
+    "max": lambda b, x, n: b.max_pooling2d(x, 2, stride=1),
+    "average": lambda b, x, n: b.average_pooling2d(x, 2, stride=1),
+    "global": lambda b, x, n: b.multiply(x, b.sigmoid(b.global_average_pooling2d(x))),
+    "resize": lambda b, x, n: b.static_resize_bilinear2d(x, (5, 4)),
+    "pad": lambda b, x, n: b.static_constant_pad(x, (0, 1, 0, 0), (0, 0, 1, 0), .5),
+    "slice": lambda b, x, n: b.static_slice(x, (0, 1, 0, 0), (None, None, None, None)),
+    "clamp": lambda b, x, n: b.clamp(x, -1, 1),
+    "negate": lambda b, x, n: b.negate(x),
+    "leaky": lambda b, x, n: b.leaky_relu(x, .25),
+    "bias": lambda b, x, n: b.add(x, n.weights(x.shape[3])),
+    "concat": lambda b, x, n: b.concatenate2(x, b.square(x), 3),
+    "rows": lambda b, x, n: b.static_reshape(b.softmax(b.static_reshape(
+        x, (x.shape[0], x.shape[1] * x.shape[2], x.shape[3]))), x.shape),
+    "flat": lambda b, x, n: b.static_reshape(b.fully_connected(b.static_reshape(
+        x, (x.shape[0] * x.shape[1] * x.shape[2], x.shape[3])), n.weights(7, x.shape[3])), (*x.shape[:3], 7)),
+    "turned": lambda b, x, n: b.static_transpose(b.abs(b.static_transpose(x, (0, 3, 1, 2))), (0, 2, 3, 1)),
+    "products": lambda b, x, n: b.batch_matrix_multiply(x, n.weights(x.shape[3], 6)),
+}
+
+
+class Numbers:
+    """Weights that are the same in every graph of one program."""
+
+    def __init__(self):
+        self.rng = np.random.default_rng(5)
+
+    def weights(self, *shape):
+        return self.rng.uniform(-.5, .5, shape).astype(np.float32)
+
+
+def image_graph(steps, batch):
+    b, numbers = GraphBuilder(), Numbers()
+    values = [b.input((batch, 7, 6, 3))]
+    for name, back in steps:
+        x = values[-min(back, len(values))]
+        values.append(IMAGE_STEPS[name](b, x, numbers))
+        same = [each for each in values[:-1] if each.shape == values[-1].shape]
+        if same and back == 2:
+            values.append(b.add(values[-1], same[-1], clamp=(-4, 4)))
+    consumed = {value for node in b.parts().nodes for value in node.inputs}
+    for value in values[1:]:
+        if value.id not in consumed:
+            b.output(value)
+    return b.graph()
+
+
+@search(120)
+@given(st.lists(st.tuples(st.sampled_from(sorted(IMAGE_STEPS)), st.integers(1, 3)), min_size=1, max_size=7),
+       st.lists(st.integers(1, 6), min_size=2, max_size=4), st.integers(2, 4))
+def test_graphs_follow_the_batch(steps, batches, declared):
+    try:
+        runtime = Runtime(image_graph(steps, declared))
+    except xf.ShapeError:
+        # A window that no longer fits.
+        return
+    for batch in (declared, *batches):
+        x = np.random.default_rng(batch).uniform(-1, 1, (batch, 7, 6, 3)).astype(np.float32)
+        fresh = Runtime(image_graph(steps, batch))
+        dynamic = any(name == "dynamic" for name, _ in steps)
+        for got, alone, want in zip(runtime.run(x), fresh.run(x), reference.run(fresh.graph, x)):
+            np.testing.assert_array_equal(got, alone)
+            tolerance = .05 if dynamic else 1e-4
+            np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance * np.abs(want).max())
