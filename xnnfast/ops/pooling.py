@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from ._quant import SAME_PAIRS, same_pairs, strict_limits
 from ._row import Op, Refusal, Shape, Shapes
 from ._rules import (
@@ -103,10 +105,9 @@ def _check_dilated(window: Window) -> None:
         reach = (kernel - 1) * dilation
         first_whole = min(out, -(-before // stride))
         last_whole = (size - 1 - reach + before) // stride
-        wrong = False
-        for number in (*range(first_whole), *range(max(first_whole, last_whole + 1), out)):
-            tap = skipped + (number * stride < rest)
-            wrong = wrong or tap >= kernel or number * stride - before + tap * dilation >= size
+        starts = np.r_[:first_whole, max(first_whole, last_whole + 1):out] * stride
+        tap = skipped + (starts < rest)
+        wrong = bool(((tap >= kernel) | (starts - before + tap * dilation >= size)).any())
     if wrong:
         raise Refusal(f"{ENGINE} takes elements from outside a window for its padding when there is dilation: "
                       f"{window}; pad with static_constant_pad instead")
@@ -115,12 +116,12 @@ def _check_dilated(window: Window) -> None:
 def _shares_substitutes(window: Window) -> bool:
     """Whether windows side by side, which share their columns, share a substitute that fits only one of them."""
     _, size, out, before, _, kernel, stride, _ = window
-    for column in (*range(before), *range(before + size, (out - 1) * stride + kernel)):
-        first, last = max(0, -(-(column - kernel + 1) // stride)), min(out - 1, column // stride)
-        # The last window to write has its say: the substitute is at last * stride.
-        if first <= last and last * stride > min(size - 1, first * stride - before + kernel - 1):
-            return True
-    return False
+    columns = np.r_[:before, before + size:max(before + size, (out - 1) * stride + kernel)]
+    first = np.maximum(-(-(columns - kernel + 1) // stride), 0)
+    last = np.minimum(columns // stride, out - 1)
+    # The last window to write has its say: the substitute is at last * stride.
+    wrong = (first <= last) & (last * stride > np.minimum(first * stride - before + kernel - 1, size - 1))
+    return bool(wrong.any())
 
 
 def argmax_shape(node: Any, ins: Shapes) -> list[Shape]:
