@@ -61,6 +61,13 @@ Dialect = Annotated[
     str | None, typer.Option(metavar="NAME", help="Read the file as seed, xn00 or xn01, whatever it looks like.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Cache = Annotated[
+    str | None,
+    typer.Option(
+        "--weights-cache", metavar="user|FOLDER|FILE", help="Keep packed weights there and map them the next time; "
+        "user: the user's cache folder.",
+    ),
+]  # fmt: skip
 
 
 def run(arguments: list[str]) -> int:
@@ -99,10 +106,17 @@ def inspect(
     data: Annotated[
         list[Path] | None, typer.Option("--data", metavar="FILE.ptd", help="Data file of a program; may be repeated.")
     ] = None,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Run the graph on zeros and show where its memory is instead.")
+    ] = False,
+    cache: Cache = None,
 ) -> None:
     """Show what a file holds, and which constants are used in place."""
     from ..describe import describe, text
 
+    if memory:
+        _show_memory(_load(file, dialect), cache, as_json)
+        return
     if _program.inspect_program(file, dialect, data, as_json):
         return
     facts = describe(_load(file, dialect))
@@ -110,6 +124,32 @@ def inspect(
         _print_json(facts)
     else:
         print(text(facts))
+
+
+def _show_memory(graph: Graph, cache: str | None, as_json: bool) -> None:
+    from .. import memory
+    from .._runtime import Runtime, empty
+
+    with Runtime(graph, weights_cache=cache_place(cache)) as runtime:
+        zeros = []
+        for value in graph.inputs:
+            assert value.dtype is not None, "inputs are of whole bytes"
+            zeros.append(empty(value.shape, value.dtype))
+            zeros[-1].fill(0)
+        runtime.run(*zeros)
+        facts = memory.breakdown(runtime)
+        facts["weights_cache"] = runtime.weights_cache
+    if as_json:
+        _print_json(facts)
+        return
+    print(memory.text(facts))
+    if cache is not None:
+        print(f"{'weights cache':34s}{facts['weights_cache']}")
+
+
+def cache_place(option: str | None) -> bool | str | None:
+    """What ``--weights-cache`` means to a Runtime, Executor or Program."""
+    return True if option == "user" else option
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -161,6 +201,7 @@ def run_graph(
     ] = Backend.xnnpack,
     threads: Annotated[int, typer.Option(min=0, help="Threads for one run; 0: all that this process may use.")] = 1,
     dialect: Dialect = None,
+    cache: Cache = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Don't say what was written.")] = False,
 ) -> None:
     """Run a graph once on arrays from files. Inputs are mapped, not read; outputs appear whole or not at all."""
@@ -171,23 +212,29 @@ def run_graph(
         needed = ", ".join(f"{value.datatype} {_shape(value.shape)}" for value in graph.inputs)
         raise CommandError(f"{file}: need {len(graph.inputs)} inputs ({needed}), got {len(given)}")
     arrays = [_array(path, value) for path, value in zip(given, graph.inputs)]
-    for target, result in zip(targets, _compute(graph, arrays, backend, threads)):
+    results, told = _compute(graph, arrays, backend, threads, cache)
+    if cache is not None and not quiet:
+        print(f"weights cache: {told}", file=sys.stderr)
+    for target, result in zip(targets, results):
         with _replacing(target) as stream:
             np.save(stream, result, allow_pickle=False)
         if not quiet:
             print(f"{target}: {result.dtype} {_shape(result.shape)}", file=sys.stderr)
 
 
-def _compute(graph: Graph, arrays: list[Array], backend: Backend, threads: int) -> tuple[Array, ...]:
+def _compute(
+    graph: Graph, arrays: list[Array], backend: Backend, threads: int, cache: str | None
+) -> tuple[tuple[Array, ...], str]:
+    """Results, and what became of the weights cache."""
     if backend is Backend.reference:
         from .. import reference
 
-        return tuple(reference.run(graph, *arrays))
+        return tuple(reference.run(graph, *arrays)), "not used by the reference"
     from .._runtime import Runtime
     from ..limits import allowed_cpus
 
-    with Runtime(graph, threads=threads or allowed_cpus().count) as runtime:
-        return tuple(runtime.run(*arrays))
+    with Runtime(graph, threads=threads or allowed_cpus().count, weights_cache=cache_place(cache)) as runtime:
+        return tuple(runtime.run(*arrays)), runtime.weights_cache
 
 
 def _targets(output: list[str], count: int) -> list[Path]:
@@ -311,5 +358,6 @@ def _print_json(facts: Any) -> None:
 
 # Subcommands in modules of their own add themselves to the app.
 from . import batch as _batch  # noqa: E402, F401
+from . import cache as _cache  # noqa: E402, F401
 from . import measuring as _measuring  # noqa: E402, F401
 from . import program as _program  # noqa: E402
