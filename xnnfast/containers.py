@@ -392,6 +392,12 @@ def _tensor(table: Table) -> Tensor:
         )
     if any(size < 0 for size in sizes):
         raise FormatError(f"need sizes from 0 on, found {list(sizes)}", offset=table.at, path="Tensor.sizes")
+    if not 0 <= table.get("shape_dynamism") <= 2:
+        raise FormatError(
+            f"need shape_dynamism from 0 to 2, found {table.get('shape_dynamism')}",
+            offset=table.at,
+            path="Tensor.shape_dynamism",
+        )
     place = table.get("allocation_info")
     allocation = None
     if place is not None:

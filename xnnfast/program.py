@@ -290,6 +290,7 @@ class Spec(NamedTuple):
     dtype: np.dtype[Any]
     sizes: tuple[int, ...] | None
     exact: bool
+    most: int
 
 
 def _exact(specs: Sequence[Any]) -> Iterator[bool]:
@@ -421,11 +422,24 @@ def is_contiguous(tensor: Tensor) -> bool:
 
 
 def _as_vector(array: Array) -> Array:
-    return array.reshape(1)
+    return _of_size_1(array).reshape(1)
 
 
 def _as_scalar(array: Array) -> Array:
-    return array.reshape(())
+    return _of_size_1(array).reshape(())
+
+
+def _of_size_1(array: Array) -> Array:
+    if array.size != 1:
+        raise ShapeError(f"need one element for a tensor without sizes, found shape {array.shape}", got=array.shape)
+    return array
+
+
+def _permuted(array: Array, order: Sequence[int]) -> Array:
+    if array.ndim != len(order):
+        raise ShapeError(f"need rank {len(order)} for dim order {tuple(order)}, found shape {array.shape}",
+                         got=array.shape)
+    return array.transpose(order)
 
 
 def change_in(tensor: Tensor) -> Callable[[Array], Array] | None:
@@ -435,18 +449,18 @@ def change_in(tensor: Tensor) -> Callable[[Array], Array] | None:
     if is_contiguous(tensor):
         return None
     order = tensor.dim_order
-    return lambda array: array.transpose(order)
+    return lambda array: _permuted(array, order)
 
 
 def change_out(tensor: Tensor, dtype: np.dtype[Any]) -> Callable[[Array], Array] | None:
     """What makes a result of a graph an array of the program's. Indices of argmax are uint32 in XNNPACK."""
     cast = tensor.dtype if tensor.dtype != dtype else None
     if not tensor.sizes:
-        return _as_scalar if cast is None else lambda array: array.reshape(()).astype(cast)
+        return _as_scalar if cast is None else lambda array: _as_scalar(array).astype(cast)
     if is_contiguous(tensor):
         return None if cast is None else lambda array: array.astype(cast)
     order = inverse(tensor.dim_order)
-    return lambda array: (array if cast is None else array.astype(cast)).transpose(order)
+    return lambda array: _permuted(array if cast is None else array.astype(cast), order)
 
 
 def output_dtype(graph: Graph, value: Value) -> np.dtype[Any]:
@@ -580,6 +594,53 @@ class Method:
             raise UnsupportedError(
                 f"{self.file.payload.name}, method {self.name!r}, needs what xnnfast does not have: " + ", ".join(lines)
             )
+        assert self.proven
+
+    @cached_property
+    def proven(self) -> bool:
+        """True, after a look at what every instruction reads and writes: kinds of values, and how many there are.
+
+        Whatever is written has then the kind that the plan declares, and a list that is named over and over does
+        not become a million operands.
+        """
+        kinds = self.plan.values.kind
+        count = nbytes = 0
+        written: set[int] = set()
+        for chain in self.plan.chains:
+            for number, each in enumerate(chain.instructions):
+                where = f"method {self.name!r}, instruction {number}"
+                if isinstance(each, MoveCall) and kinds(each.move_from) != kinds(each.move_to):
+                    raise FormatError(
+                        f"{where} moves {kinds(each.move_from)} value {each.move_from} to {kinds(each.move_to)} value "
+                        f"{each.move_to}: need the same kind"
+                    )
+                if not isinstance(each, KernelCall):
+                    continue
+                row = self.row(each)
+                assert row is not None, "require_operators comes first"
+                routing = row.split(each.args)
+                row.check([kinds(index) for index in routing.inputs])
+                row.check_outputs([kinds(index) for index in routing.outputs])
+                results = [index for listed in routing.outputs for index in self.members(listed)]
+                count += len(results) + sum(len(self.members(index)) for index in routing.inputs)
+                if count > self.file.limits.max_tables:
+                    raise LimitError(
+                        f"{where}: the method's operators have more than {self.file.limits.max_tables} operands; "
+                        "max_tables of Limits raises the cap"
+                    )
+                for index in results:
+                    tensor = self.plan.values[index]
+                    if isinstance(tensor, Tensor) and index not in written:
+                        nbytes += tensor.nbytes
+                        written.add(index)
+                    elif row.out_list and not isinstance(tensor, Tensor):
+                        raise FormatError(f"{where}: need a Tensor as value {index} in a TensorList, found {kinds(index)}")
+                if nbytes > self.file.limits.max_workspace:
+                    raise LimitError(
+                        f"{where}: the tensors up to here take {nbytes} bytes by the sizes that the program declares, "
+                        f"above the cap of {self.file.limits.max_workspace}; max_workspace of Limits raises it"
+                    )
+        return True
 
     @cached_property
     def written(self) -> frozenset[int]:
@@ -741,7 +802,8 @@ class Method:
         tensor = self.plan.values[index]
         if not isinstance(tensor, Tensor):
             return None
-        return Spec(tensor.dtype, None if tensor.dynamism == 2 else tensor.sizes, tensor.dynamism == 0)
+        sizes = None if tensor.dynamism == 2 else tensor.sizes
+        return Spec(tensor.dtype, sizes, tensor.dynamism == 0, self.file.limits.max_workspace // tensor.dtype.itemsize)
 
     # -- the plain way: instruction by instruction
 
@@ -782,6 +844,11 @@ class Method:
         """The first content of a state: what the program has for it, or zeros."""
         tensor: Tensor = self.plan.values[index]
         blob = self.file.initial(tensor)
+        if tensor.nbytes > self.file.limits.max_workspace:
+            raise LimitError(
+                f"value {index} of method {self.name!r} takes {tensor.nbytes} bytes, above the cap of "
+                f"{self.file.limits.max_workspace}; max_workspace of Limits raises it"
+            )
         if blob is None:
             return np.zeros(tensor.sizes, tensor.dtype)
         array: Array = np.frombuffer(blob.data, tensor.dtype).reshape(tensor.shape)

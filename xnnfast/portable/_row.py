@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import FormatError, OperatorError, ShapeError, XnnfastError
+from ..errors import FormatError, LimitError, OperatorError, ShapeError, XnnfastError
 
 
 class OutSpec(NamedTuple):
@@ -18,6 +18,8 @@ class OutSpec(NamedTuple):
     dtype: np.dtype
     #: Declared sizes: exact for a static tensor, an upper bound for a dynamic one. None means no bound.
     sizes: tuple[int, ...] | None = None
+    #: Elements that a result may have where ``sizes`` sets no bound.
+    most: int | None = None
 
 
 class Argument(NamedTuple):
@@ -55,6 +57,10 @@ _ACCEPTS = {
     "f[]": {"DoubleList", "IntList"},
     "b[]": {"BoolList"},
 }
+
+
+#: Kinds that hold the result of an operator on numbers.
+NUMBERS = ("Int", "Double", "Bool", "Null")
 
 
 def _parse(args: str) -> tuple[Argument, ...]:
@@ -128,8 +134,8 @@ class Portable:
                     error.op = name
                     error.args = (f"{name}: {error}",)
                 raise
-            except MemoryError:
-                raise
+            except MemoryError as error:
+                raise LimitError(f"{name}: {error or 'out of memory'}") from error
             except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:
                 raise OperatorError(f"{name}: {error}", op=name) from error
             return (result, result) if in_place else result
@@ -158,6 +164,14 @@ class Portable:
                 needed = sorted(_ACCEPTS[argument.kind + argument.many]) + ["Null"] * argument.optional
                 raise FormatError(f"{self.name} needs {' or '.join(needed)} for {argument.name}, the call has {kind}")
 
+    def check_outputs(self, kinds: Sequence[str]) -> None:
+        """The same for the values that receive results. A number has no fixed kind: a sum is what its parts are."""
+        tensors = self.outs > 0 or self.mutates is not None or self.view
+        for kind in kinds:
+            if kind not in (("TensorList",) if self.out_list else ("Tensor",) if tensors else NUMBERS):
+                needed = "a TensorList" if self.out_list else "a Tensor" if tensors else "a number"
+                raise FormatError(f"{self.name} needs {needed} for its result, the call has {kind}")
+
 
 def room(out: OutSpec, shape: Sequence[int]) -> tuple[int, ...]:
     """``shape`` as a tuple, refused before anything is allocated if the out tensor could not hold it."""
@@ -167,7 +181,13 @@ def room(out: OutSpec, shape: Sequence[int]) -> tuple[int, ...]:
         if size < 0:
             raise ShapeError(f"need sizes of 0 or more, found {shape}", got=shape)
         count *= size
-    if out.sizes is not None:
+    if out.sizes is None:
+        if out.most is not None and count > out.most:
+            raise LimitError(
+                f"the result would have shape {shape}, {count} elements, above the cap of {out.most}; max_workspace of "
+                "Limits raises it"
+            )
+    else:
         bound = 1
         for size in out.sizes:
             bound *= size
