@@ -23,7 +23,7 @@ from ._runtime import Runtime, empty
 from .containers import DelegateCall, JumpFalseCall, KernelCall, MoveCall, Tensor
 from .errors import XnnfastError
 from .lower import lower
-from .merge_graph import KEEP_DIMS, Array, Conflict, External, Form, Maker, Shape, Source, narrow
+from .merge_graph import KEEP_DIMS, Array, Conflict, External, Form, Maker, Shape, Source, narrow, simplify
 from .merge_rows import LOWERINGS, Call, Unfit, datatype
 from .ops import Refusal
 from .portable import Portable
@@ -948,6 +948,7 @@ def _graph(flow: Flow, works: Sequence[Work], wanted: set[int], used: set[int]) 
     outputs: list[int] = []
     for _, id in ids:
         outputs.append(maker.plain_output(id, outputs))
+    simplify(maker, outputs)
     maker.watched = [_weighted(maker, id) for id in maker.watched]
     outputs = narrow(maker, outputs)
     outputs += [_average(maker, id) for id in maker.watched]

@@ -219,6 +219,69 @@ class Source:
 
 
 # ---------------------------------------------------------------------------------------------------
+# Moves that cancel
+
+
+def simplify(maker: Maker, outputs: Sequence[int]) -> None:
+    """Drop moves of elements that others undo, sums with nothing, and what then leads nowhere."""
+    producers = {node.outputs[0]: node for node in maker.nodes}
+    for place, node in enumerate(maker.nodes):
+        node = maker.nodes[place] = _simpler(maker, node, producers)
+        producers[node.outputs[0]] = node
+    names: dict[int, int] = {}
+    for node in maker.nodes:
+        same = _same_as(maker, node, [each for each in maker.nodes if node.outputs[0] in each.inputs])
+        if same is not None and node.outputs[0] not in outputs:
+            names[node.outputs[0]] = names.get(same, same)
+    maker.nodes = [_renamed(node, names) for node in maker.nodes if node.outputs[0] not in names]
+    maker.watched = [names.get(id, id) for id in maker.watched]
+    wanted = {*outputs, *maker.watched}
+    live = []
+    for node in reversed(maker.nodes):
+        if node.outputs[0] in wanted:
+            live.append(node)
+            wanted.update(id for id in node.inputs if id is not None)
+    maker.nodes = live[::-1]
+
+
+def _simpler(maker: Maker, node: Node, producers: Mapping[int, Node]) -> Node:
+    """A transpose of a transpose is one, and so is a reshape of a reshape."""
+    source = node.inputs[0]
+    before = producers.get(source) if source is not None else None
+    if before is None:
+        return node
+    if node.op.name == before.op.name == "static_transpose":
+        perm = tuple(before.attrs["perm"][axis] for axis in node.attrs["perm"])
+        return node.replace(inputs=before.inputs, attrs={"perm": perm})
+    reshapes = ("static_reshape", "static_reshape_rows")
+    if node.op.name in reshapes and before.op.name in reshapes:
+        attrs = {"new_shape": maker.shape(node.outputs[0])}
+        return node.replace(op=OPS["static_reshape"], inputs=before.inputs, attrs=attrs)
+    return node
+
+
+def _same_as(maker: Maker, node: Node, readers: Sequence[Node]) -> int | None:
+    """The value that a node's output is anyway."""
+    source, output = node.inputs[0], node.outputs[0]
+    if node.op.name == "static_transpose":
+        return source if tuple(node.attrs["perm"]) == tuple(range(len(maker.shape(output)))) else None
+    if node.op.name in ("static_reshape", "static_reshape_rows"):
+        return source if source is not None and maker.shape(source) == maker.shape(output) else None
+    if node.op.name == "add" and node.clamp is None and all(reader.op.name == "softmax" for reader in readers):
+        # Masks that mask nothing. Softmax does not tell -0 from 0.
+        for one, other in (node.inputs, node.inputs[::-1]):
+            assert one is not None and other is not None
+            value = maker.values[one]
+            if (
+                value.constant is not None
+                and value.datatype in ("fp32", "fp16")
+                and maker.shape(other) == maker.shape(output)
+            ):
+                return None if value.array().any() else other
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------
 # Computing only what is asked for
 
 
