@@ -75,34 +75,39 @@ def sample(graph: Any, count: int) -> list[Any]:
     return made
 
 
-def rate(run: Callable[[], Any], samples: int, seconds: float) -> float:
-    """Samples per second, over at least that long."""
-    begun, runs = time.perf_counter(), 0
+def rate(run: Callable[[], Any], samples: int, seconds: float) -> tuple[float, float]:
+    """Samples per second over at least that long, and how many CPUs the process had in the meantime."""
+    begun, used, runs = time.perf_counter(), time.process_time(), 0
     while (spent := time.perf_counter() - begun) < seconds or not runs:
         run()
         runs += 1
-    return runs * samples / spent
+    return runs * samples / spent, (time.process_time() - used) / spent
 
 
-def compare(one: Callable[[], Any], other: Callable[[], Any], samples: int, rounds: int,
-            seconds: float) -> dict[str, Any]:
-    """Rates of both, taken in turns, and the median of the rounds' ratios."""
+def compare(one: Callable[[], Any], other: Callable[[], Any], samples: int, rounds: int, seconds: float,
+            cpus: tuple[int, int]) -> dict[str, Any]:
+    """Rates of both, taken in turns, and the median of the rounds' ratios.
+
+    ``cpus`` is how many each keeps busy. A round in which one of them had less, because something else
+    was running, is left out; after five times as many rounds as asked for, none is.
+    """
     one(), other()
-    pairs = []
-    for number in range(rounds):
-        if number % 2:
-            second, first = rate(other, samples, seconds), rate(one, samples, seconds)
-        else:
-            first, second = rate(one, samples, seconds), rate(other, samples, seconds)
-        pairs.append((first, second))
-    ratios = sorted(first / second for first, second in pairs)
-    first, second = (statistics.median(rates) for rates in zip(*pairs))
-    return {"one": first, "other": second, "ratio": statistics.median(ratios), "from": ratios[0], "to": ratios[-1]}
+    pairs, disturbed = [], []
+    while len(pairs) < rounds and len(pairs) + len(disturbed) < 5 * rounds:
+        order = (0, 1) if (len(pairs) + len(disturbed)) % 2 else (1, 0)
+        found = {each: rate((one, other)[each], samples, seconds) for each in order}
+        quiet = all(found[each][1] > 0.95 * cpus[each] for each in order)
+        (pairs if quiet else disturbed).append((found[0][0], found[1][0]))
+    used = pairs if len(pairs) == rounds else pairs + disturbed
+    ratios = sorted(first / second for first, second in used)
+    first, second = (statistics.median(rates) for rates in zip(*used))
+    return {"one": first, "other": second, "ratio": statistics.median(ratios), "from": ratios[0], "to": ratios[-1],
+            "note": f"{len(disturbed)} rounds disturbed{'' if used is pairs else ', all counted'}"}
 
 
 def line(name: str, what: str, found: dict[str, Any]) -> None:
     print(f"{name:24s} {what:34s} {found['ratio']:6.2f} ({found['from']:.2f} to {found['to']:.2f})   "
-          f"{found['one']:10.1f}/s against {found['other']:10.1f}/s", flush=True)
+          f"{found['one']:10.1f}/s against {found['other']:10.1f}/s  {found.get('note', '')}", flush=True)
 
 
 @contextlib.contextmanager
@@ -138,14 +143,14 @@ def measure(name: str, graph: Any, images: int, rounds: int, seconds: float) -> 
     for other in (one.run(*arrays)[0], two.run(*arrays)[0], whole.run(*arrays)[0], np.concatenate(pooled())):
         assert np.array_equal(other, expected) or np.abs(other - expected).max() < 1e-4 * np.abs(expected).max()
     line(name, "two workers / one worker", compare(
-        lambda: two.run(*arrays), lambda: one.run(*arrays), images, rounds, seconds))
+        lambda: two.run(*arrays), lambda: one.run(*arrays), images, rounds, seconds, (min(2, cpus), 1)))
     line(name, f"executor / pool of {cpus}, batches of 32", compare(
-        lambda: whole.run(*arrays), pooled, images, rounds, seconds))
+        lambda: whole.run(*arrays), pooled, images, rounds, seconds, (cpus, cpus)))
     quiet, busy = [], []
     for _ in range(rounds):
-        quiet.append(rate(lambda: whole.run(*arrays), images, seconds))
+        quiet.append(rate(lambda: whole.run(*arrays), images, seconds)[0])
         with burner():
-            busy.append(rate(lambda: whole.run(*arrays), images, seconds))
+            busy.append(rate(lambda: whole.run(*arrays), images, seconds)[0])
     ratios = sorted(one / other for one, other in zip(busy, quiet))
     line(name, "beside a busy process / quiet", {
         "ratio": statistics.median(ratios), "from": ratios[0], "to": ratios[-1], "one": statistics.median(busy),
