@@ -299,6 +299,13 @@ def test_small_batches_bring_the_probe_forward_bit_by_bit():
     assert set(executor.plan.timings) >= {1, 2}
 
 
+def test_single_samples_in_a_stream_are_enough_for_a_probe():
+    with Executor(dense_graph(), workers=2) as executor:
+        for _ in executor.map(numbers(1, 12) for _ in range(600)):
+            pass
+        assert max(executor.plan.timings) >= 8
+
+
 def test_a_given_size_is_kept():
     executor = Executor(dense_graph(), workers=1, micro_batch=6)
     executor.run(numbers(100, 12))

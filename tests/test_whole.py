@@ -7,9 +7,10 @@ import pathlib
 import numpy as np
 import pytest
 
-from xnnfast import Program
+from xnnfast import Program, Runtime, load, load_all
 from xnnfast.errors import UnsupportedError
 from xnnfast.executor import Executor
+from xnnfast.lower import lower_batches
 from xnnfast.whole import whole
 
 FOLDER = pathlib.Path(__file__).parents[2] / "shared"
@@ -20,6 +21,55 @@ pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="the programs are no
 def path(name):
     (found,) = FOLDER.glob(f"*/{name}/model.pte")
     return found
+
+
+def numbers(rng, dtype, shape):
+    if dtype.kind == "f":
+        return rng.uniform(-1, 1, shape).astype(dtype)
+    return rng.integers(-100, 100, shape).astype(dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mobilenet_v2_fp32_b1", "mobilenet_v2_qs8_b1"])
+def test_a_network_exported_for_one_image_gives_the_same_bits_in_batches(name):
+    graph = load(path(name))
+    x = numbers(np.random.default_rng(0), graph.inputs[0].dtype, (257, *graph.inputs[0].shape[1:]))
+    runtime = Runtime(graph)
+    want = np.concatenate([runtime.run(x[i : i + 1])[0] for i in range(len(x))])
+    with Executor(graph, workers=2) as executor:
+        for count in (1, 3, 32, 257):
+            np.testing.assert_array_equal(executor.run(x[:count])[0], want[:count])
+
+
+#: Its four inputs have 1, 2, 1 and 3 rows, and the output is all of them.
+MIXED = ["op_cat4"]
+
+
+@pytest.mark.parametrize("file", sorted(FOLDER.glob("conformance/*/model.pte")), ids=lambda file: file.parent.name)
+def test_every_exported_graph_runs_other_batches(file):
+    if file.parent.name in MIXED:
+        return
+    rng = np.random.default_rng(0)
+    for graph in load_all(file):
+        lowered = lower_batches(graph)
+        batching = lowered.batching
+        whole_batch, single = [], []
+        for position, value in enumerate(graph.inputs):
+            carries = position in batching.inputs
+            unit = value.shape[0] // batching.batch if carries else 0
+            whole_batch.append(numbers(rng, value.dtype, (3 * unit, *value.shape[1:]) if carries else value.shape))
+            single.append(np.concatenate([whole_batch[-1][unit : 2 * unit]] * batching.batch) if carries
+                          else whole_batch[-1])
+        with Executor(graph, workers=1, micro_batch=2) as executor:
+            got = executor.run(*whole_batch)
+        want = Runtime(graph).run(*single)
+        for id, one, other in zip(lowered.outputs, got, want):
+            layout = batching.layouts.get(id)
+            if layout is not None:
+                blocks = layout.blocks(layout.sized(one.shape, 1))
+                one = one.reshape(blocks, 3, -1)[:, 1]
+                other = other.reshape(blocks, batching.batch, -1)[:, 0]
+            np.testing.assert_array_equal(one, other)
 
 
 def batch_of(program, count, seed=0):

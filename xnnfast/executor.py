@@ -364,6 +364,11 @@ class Executor:
             self._tuners[variant] = tuner
         return tuner
 
+    def _window(self, tuner: _Tuner) -> int:
+        """How many samples of small batches are worth running together: enough for the next try too."""
+        return 4 * self.workers * (
+            self._micro_batch or (tuner.micro_batch if tuner.complete else max(tuner.micro_batch, tuner.candidate())))
+
     def _key(self, variant: tuple[Any, ...]) -> tuple[Any, ...]:
         return self._flags, self.workers, variant
 
@@ -527,7 +532,7 @@ class Executor:
     def _serve(self, first: _Request) -> _Request | None:
         """Answer a request and those that wait behind it and can run with it; the one that can't, if any."""
         together, following, rows = [first], None, first.rows
-        limit = 4 * self.workers * (self._micro_batch or self._tuner_of(first.variant).micro_batch)
+        limit = self._window(self._tuner_of(first.variant))
         while rows < limit:
             try:
                 following = self._queue.get_nowait()
@@ -605,8 +610,7 @@ class Executor:
             under_way = len(waiting) if ordered else len(unfinished)
             if prefetch is not None:
                 return under_way >= prefetch
-            enough = 4 * self.workers * (self._micro_batch or self._tuner.micro_batch)
-            return under_way >= 2 and rows >= enough
+            return under_way >= 2 and rows >= self._window(self._tuner)
 
         def next_result() -> Any:
             nonlocal rows
