@@ -7,7 +7,7 @@ module that read it: everything else uses the names below, which are XNNPACK's w
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,7 +19,7 @@ class Datatype(NamedTuple):
     #: Bits per element in memory.
     bits: int
     #: NumPy dtype of an array that holds it; 4-bit types are handled as packed ``uint8``.
-    dtype: np.dtype | None
+    dtype: np.dtype[Any] | None
     #: The quantization a value of this type must carry: none, tensor, channel, block or token.
     quantization: str
     #: Lowest and highest stored number of the quantized types.
@@ -27,13 +27,14 @@ class Datatype(NamedTuple):
     high: int = 0
 
 
-def _bf16() -> np.dtype:
+def _bf16() -> np.dtype[Any]:
     # ml_dtypes is optional: without it bfloat16 arrays travel as their 16-bit patterns.
     try:
         import ml_dtypes
     except ImportError:
         return np.dtype(np.uint16)
-    return np.dtype(ml_dtypes.bfloat16)
+    kind: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+    return kind
 
 
 DATATYPES: dict[str, Datatype] = {

@@ -19,7 +19,7 @@ ENV_CPUS = "XNNFAST_CPUS"
 class AllowedCpus(NamedTuple):
     """A number of CPUs and the sentence that explains it."""
 
-    count: int
+    count: int  # type: ignore[assignment]  # the name says it best; nobody counts in this tuple
     reason: str
 
 

@@ -8,7 +8,9 @@ switched off, because in this version it writes a fused clamp's limits over the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, cast
 
 import numpy as np
 
@@ -17,7 +19,7 @@ from .batching import Batching, analyze, free_batch
 from .errors import GraphError
 from .ops import OPS
 from .ops._rules import RESHAPE_2D
-from .quantization import PerChannel, PerToken
+from .quantization import PerChannel, PerToken, Quantization
 
 KEEP_DIMS = 0x40
 TRANSPOSE_B = 0x01
@@ -27,7 +29,6 @@ TRANSPOSE_B = 0x01
 FOLDS_CLAMP = frozenset(
     ("fully_connected", "conv2d", "depthwise_conv2d", "conv_transpose2d", "average_pooling2d", "max_pooling2d")
 )
-BINARY_WITH_LIMITS = frozenset(("add", "subtract", "multiply", "divide"))
 
 
 class Lowered:
@@ -69,8 +70,8 @@ class Lowered:
         self.inputs: tuple[int, ...] = tuple(value.id for value in graph.inputs)
         self.outputs: tuple[int, ...] = ()
         self.scratch: tuple[int, ...] = ()
-        self.broadcasts: tuple[tuple[int, int, int], ...] = ()
-        self.pinned: tuple[int, ...] = ()
+        self.broadcasts: tuple[tuple[int | None, int | None, int], ...] = ()
+        self.pinned: tuple[int | None, ...] = ()
         self.dropped: tuple[int, ...] = ()
         #: Flags -> what a weights cache has to know of the graph.
         self.plans: dict[int, object] = {}
@@ -110,19 +111,20 @@ class Lowered:
         """Value id -> declared shape: what shape inference gives for the declared inputs."""
         return {id: value.shape for id, value in self.values.items()}
 
-    def value(self, id: int) -> Value:
-        return self.values[id]
+    def value(self, id: int | None) -> Value:
+        """The value of a node's operand; the caller knows that the operand is not an absent one."""
+        return self.values[cast(int, id)]
 
-    def new_value(self, datatype: str, shape: Iterable[int], quantization: object = None) -> int:
+    def new_value(self, datatype: str, shape: Iterable[int], quantization: Quantization | None = None) -> int:
         """The id of a new internal value."""
         id = self._next
         self._next -= 1
         self.values[id] = Value(id, datatype, tuple(shape), quantization=quantization)
         return id
 
-    def like(self, id: int, shape: Iterable[int] | None = None) -> int:
+    def like(self, id: int | None, shape: Iterable[int] | None = None) -> int:
         """The id of a new internal value with the type of another."""
-        value = self.values[id]
+        value = self.value(id)
         return self.new_value(value.datatype, value.shape if shape is None else shape, value.quantization)
 
 
@@ -222,7 +224,9 @@ def _expand_dynamic_inputs(result: Lowered, nodes: list[Node]) -> list[Node]:
         converts.append(Node(OPS["convert"], (value.id,), (new,), index=consumer))
     if not quantized:
         return nodes
-    renamed = [node.replace(inputs=tuple(quantized.get(id, id) for id in node.inputs)) for node in nodes]
+    renamed = [
+        node.replace(inputs=tuple(id if id is None else quantized.get(id, id) for id in node.inputs)) for node in nodes
+    ]
     return converts + renamed
 
 
@@ -248,14 +252,15 @@ def _divide_bias(result: Lowered, node: Node) -> Node:
     if bias is None or result.value(x).datatype != "fp32" or result.value(weights).datatype not in ("qcint8", "qcint4"):
         return node
     wanted = result.value(bias).array()
+    scales = cast(PerChannel, result.value(weights).quantization).scales
     with np.errstate(all="ignore"):
-        divided = wanted / result.value(weights).quantization.scales
+        divided = wanted / scales
     far = np.isinf(divided) & np.isfinite(wanted)
     if far.any():
         channel = int(far.argmax())
         raise GraphError(
             f"{node.where}: bias {wanted[channel]:g} of output channel {channel} is no float32 any more when divided "
-            f"by the filter's scale {result.value(weights).quantization.scales[channel]:g}, as XNNPACK needs it",
+            f"by the filter's scale {scales[channel]:g}, as XNNPACK needs it",
             node=node.index,
             value=bias,
         )
@@ -274,8 +279,9 @@ def _repeat_scales(result: Lowered, node: Node) -> Node:
     if value.datatype != "qcint8" or matrices == 1:
         return node
     id = result.like(b)
-    scales = PerChannel(np.tile(value.quantization.scales, matrices), value.quantization.axis)
-    result.values[id] = value.replace(id=id, quantization=scales)
+    one = cast(PerChannel, value.quantization)
+    repeated = PerChannel(np.tile(one.scales, matrices), one.axis)
+    result.values[id] = value.replace(id=id, quantization=repeated)
     return node.replace(inputs=(a, id))
 
 
@@ -292,17 +298,21 @@ def _expand_attention(result: Lowered, node: Node) -> list[Node]:
     output = node.outputs[0]
     made: list[Node] = []
 
-    def emit(name: str, inputs: tuple[int, ...], shape: tuple[int, ...], **fields: object) -> int:
-        out = fields.pop("output", None)
-        if out is None:
-            out = result.like(query, shape)
-        attrs, flags = fields.pop("attrs", {}), fields.pop("flags", 0)
-        made.append(node.replace(op=OPS[name], inputs=inputs, outputs=(out,), attrs=attrs, clamp=None, flags=flags))
+    def emit(
+        name: str,
+        inputs: tuple[int | None, ...],
+        shape: tuple[int, ...],
+        output: int | None = None,
+        attrs: Mapping[str, Any] = MappingProxyType({}),
+        flags: int = 0,
+    ) -> int:
+        out = result.like(query, shape) if output is None else output
+        made.append(node.replace(op=OPS[name], inputs=inputs, outputs=(out,), attrs=dict(attrs), clamp=None, flags=flags))
         return out
 
     q_shape = result.value(query).shape
     rank = len(q_shape)
-    for_keys = []
+    for_keys: list[int | None] = []
     for id in (key, value):
         shape = result.value(id).shape
         if len(shape) == rank - 1:
@@ -380,7 +390,7 @@ def _fold_clamps(result: Lowered, nodes: list[Node]) -> list[Node]:
         # Limits that exclude each other are legal one after the other, not as one interval.
         if limits is not None and not limits[0] < limits[1]:
             continue
-        folded[before] = None
+        folded[cast(int, before)] = None
         folded[i] = producer.replace(clamp=limits, outputs=node.outputs)
         place[target.id] = i
     return [node for node in folded if node is not None]
