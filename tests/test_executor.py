@@ -96,6 +96,17 @@ def test_an_empty_batch_has_empty_results():
         assert executor.run(np.empty((0, 9, 9, 3), np.float32), out=[out])[0] is out
 
 
+def test_samples_without_elements_never_reach_the_engine():
+    b = GraphBuilder()
+    x = b.input((1, 4, 3))
+    b.output(b.tanh(x))
+    b.output(b.concatenate([x, b.input((1, 2, 3))], 1))
+    with Executor(b.graph(), workers=2) as executor:
+        one, two = executor.run(numbers(5, 0, 3), numbers(5, 2, 3))
+        assert one.shape == (5, 0, 3)
+        np.testing.assert_array_equal(two, numbers(5, 2, 3))
+
+
 def test_a_batch_may_be_larger_than_what_fits_in_the_workspace_at_once():
     b = GraphBuilder()
     b.output(b.global_average_pooling2d(b.conv2d(b.input((1, 8, 8, 1)), numbers(64, 1, 1, 1)), keep_dims=False))

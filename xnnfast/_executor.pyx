@@ -382,6 +382,8 @@ cdef class Crew:
     cdef object planned
     # Keys of planned whose sizes were compared with the cap.
     cdef set within_cap
+    # By variant, whether some value has no elements.
+    cdef dict empties
     cdef object cpus
     cdef Packing packing
     cdef Pool pool
@@ -407,6 +409,7 @@ cdef class Crew:
         self.packing = prepare_packing(graph, lowered, flags, weights_cache)
         self.planned = OrderedDict()
         self.within_cap = set()
+        self.empties = {}
         # One more than there are workers: the engine with a pool.
         self.engines = [OrderedDict() for _ in range(workers + 1)]
         self.stages = [[None] * (len(graph.inputs) + len(graph.outputs)) for _ in range(workers + 1)]
@@ -471,6 +474,16 @@ cdef class Crew:
         else:
             self.planned.move_to_end(key)
         return shapes
+
+    def has_zero(self, tuple variant):
+        """Whether some value has no elements, however many samples there are."""
+        cdef object found = self.empties.get(variant)
+        if found is None:
+            found = any([0 in shape for shape in self.shapes(variant, 1).values()])
+            if len(self.empties) >= MAX_SHAPES:
+                self.empties.clear()
+            self.empties[variant] = found
+        return found
 
     def output_shapes(self, tuple variant, size_t count):
         """Shapes of the outputs for that many samples."""
