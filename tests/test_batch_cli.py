@@ -249,6 +249,22 @@ def test_integer_images_are_normalised(folder):
     np.testing.assert_allclose(np.load(folder / "one.npy"), expected(images * np.float32(0.01)), 1e-3, 1e-5)
 
 
+def test_packed_weights_may_come_from_a_cache(folder):
+    for outcome in ("saved", "hit"):
+        summary = batch(folder, "dense.xnn", "x.npy", "-o", "out.npy", "--weights-cache", "cache")
+        assert summary["weights_cache"] == outcome
+
+
+def test_precision_is_reported_with_what_it_costs(folder):
+    b = GraphBuilder()
+    b.output(b.fully_connected(b.input((1, 64)), numbers(4, 64)))
+    b.save(folder / "deep.xnn")
+    np.save(folder / "deep.npy", numbers(20, 64))
+    summary = batch(folder, "deep.xnn", "deep.npy", "-o", "out.npy", "--precision", "int8-dynamic")
+    assert summary["precision"] == "int8-dynamic" and summary["accuracy"]["samples"] == 20
+    assert 0 < summary["accuracy"]["outputs"][0]["relative"] < 0.05
+
+
 def test_an_empty_batch_gives_an_empty_file(folder):
     np.save(folder / "none.npy", numbers(0, 6))
     assert batch(folder, "dense.xnn", "none.npy", "-o", "out.npy")["samples"] == 0

@@ -22,7 +22,7 @@ import typer
 from .. import batch_io
 from ..errors import XnnfastError
 from ..ops._rules import text
-from .commands import CommandError, Dialect, File, _load, _targets, app
+from .commands import Cache, CommandError, Dialect, File, _load, _targets, app, cache_place
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -74,6 +74,7 @@ def batch(
     restart: Annotated[bool, typer.Option("--restart", help="Forget what such a run has done.")] = False,
     pin: Annotated[bool, typer.Option("--pin", help="Keep each worker on one CPU.")] = False,
     dialect: Dialect = None,
+    cache: Cache = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
 ) -> int:
     """Run a graph over any number of samples, from files to files. Prints a summary in JSON.
@@ -86,7 +87,8 @@ def batch(
         raise CommandError("--resume and --restart exclude each other")
     # A program may need more than load can do; the executor finds out.
     source = model if dialect is None else _load(model, dialect)
-    with Executor(source, workers=workers, micro_batch=micro_batch, precision=precision, pin=pin) as executor:
+    with Executor(source, workers=workers, micro_batch=micro_batch, precision=precision, pin=pin,
+                  weights_cache=cache_place(cache)) as executor:
         job = _Job(model, executor, inputs, output, normalize, precision)
         with _terminable(), batch_io.Journal(job.journal_path) as journal:
             job.open(journal, resume, restart)
@@ -348,6 +350,7 @@ class _Job:
             "samples_per_second": round(computed / self.seconds, 1) if self.seconds and computed else None,
             "workers": plan.workers,
             "micro_batch": plan.micro_batch,
+            "weights_cache": self.executor.weights_cache,
             "precision": self.identity["precision"],
             "accuracy": accuracy.as_dict() if accuracy is not None else None,
             "outputs": [{"file": str(target.path), "name": name, "dtype": str(spec.dtype), "shape": list(spec.shape)}
