@@ -677,6 +677,52 @@ def test_sizes_that_come_again_are_merged():
     assert Program(sketch.program([x], [z])).plan().runtimes == 1
 
 
+def test_merged_forms_of_one_method_share_packed_weights():
+    sketch = Sketch()
+    x = sketch.tensor((8, 6), shape_dynamism=1)
+    y, z = sketch.tensor((8, 5), shape_dynamism=1), sketch.tensor((8, 5), shape_dynamism=1)
+    w = RNG.standard_normal((5, 6)).astype(np.float32)
+    sketch.delegate(lambda b, v: b.fully_connected(v, b.constant(w)), [x], [y])
+    sketch.kernel("aten::mm.out", y, sketch.constant(w[:, :5]), z, z)
+    program = Program(sketch.program([x], [z]))
+    method = program.method("forward")
+    for count in (3, 3, 8, 8):
+        given = RNG.standard_normal((count, 6)).astype(np.float32)
+        np.testing.assert_allclose(program.run(given)[0], given @ w.T @ w[:, :5], rtol=0, atol=1e-4)
+    first, second = (routine.straight[0][0].runtime for routine, _ in method._by_shapes.values())
+    assert first.graph is not second.graph
+    (packed,) = first.graph.caches["packed"].values()
+    assert packed is next(iter(second.graph.caches["packed"].values()))
+    assert packed.hits > 0
+    assert (
+        first.memory["packed"]
+        == second.memory["packed"]
+        == Program(sketch.program([x], [z]))
+        .method("forward")
+        .merge({-1: (8, 6), 0: (8, 5), 1: (8, 5)})[0]
+        .straight[0][0]
+        .runtime.memory["packed"]
+    )
+
+
+def test_packed_weights_are_kept_for_the_next_process(tmp_path):
+    sketch = Sketch()
+    x, y = sketch.tensor((2, 600)), sketch.tensor((2, 500))
+    w = RNG.standard_normal((500, 600)).astype(np.float32)
+    sketch.delegate(lambda b, v: b.fully_connected(v, b.constant(w)), [x], [y])
+    z = sketch.unary("aten::exp.out", sketch.unary("aten::mul.Scalar_out", y, 1e-3, sizes=(2, 500)), sizes=(2, 500))
+    given = RNG.standard_normal((2, 600)).astype(np.float32)
+    (tmp_path / "m.pte").write_bytes(sketch.program([x], [z]))
+    outcomes = []
+    for _ in range(2):
+        program = Program(tmp_path / "m.pte", weights_cache=tmp_path / "cache")
+        np.testing.assert_allclose(program.run(given)[0], np.exp(given @ w.T * 1e-3), rtol=1e-4)
+        ((step, _),) = program.method("forward").merged[0].straight
+        outcomes.append(step.runtime.weights_cache)
+        program.close()
+    assert outcomes == ["saved", "hit"]
+
+
 def test_results_whose_size_depends_on_elements_stay_outside():
     sketch = Sketch()
     x = sketch.tensor((6,))

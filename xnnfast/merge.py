@@ -11,19 +11,20 @@ levels before, the calls of XNNPACK of one level become one graph.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from . import _reader
 from ._graph import Constant
-from ._runtime import Runtime, empty
 from .containers import DelegateCall, JumpFalseCall, KernelCall, MoveCall, Tensor
 from .errors import XnnfastError
 from .lower import lower
-from .merge_graph import KEEP_DIMS, Array, Conflict, External, Form, Maker, Shape, Source, narrow, simplify
+from .merge_graph import KEEP_DIMS, Array, Conflict, Constants, External, Form, Maker, Shape, Source, narrow, simplify
 from .merge_rows import LOWERINGS, Call, Unfit, datatype
 from .ops import Refusal
 from .portable import Portable
@@ -592,19 +593,19 @@ class _Arrays(Source):
         info = flow.info(number)
         if info.stored is not None and form.order == info.order:
             # In place, if XNNPACK can read it there.
-            tensor = flow.method.plan.values[info.stored]
-            blob = flow.method.file.constant(tensor)
-            constant = _reader.constant_at(
-                blob.payload, blob.offset, blob.nbytes, tensor.data_buffer_idx, copy=flow.method.program.copy
-            )
+            constant = maker.constants.known(("stored", info.stored), partial(_stored, flow.method, info.stored))
         else:
-            array = flow.known[number].transpose(form.order)
-            held = empty(array.shape or (1,), array.dtype)
-            held[...] = array
-            constant = Constant(held)
+            constant = maker.constants.copy_of(flow.known[number].transpose(form.order))
         return maker.add(
             form.datatype, self.shape(number, form.order), quantization=form.quantization, constant=constant
         )
+
+
+def _stored(method: Method, index: int) -> Constant:
+    """A constant tensor of the program as one of a graph."""
+    tensor = method.plan.values[index]
+    blob = method.file.constant(tensor)
+    return _reader.constant_at(blob.payload, blob.offset, blob.nbytes, tensor.data_buffer_idx, copy=method.program.copy)
 
 
 class _KernelCall(Call):
@@ -724,7 +725,7 @@ def fits(flow: Flow, work: Work, used: set[int]) -> bool:
     ):
         return False
     try:
-        emit(flow, work, Maker(_Arrays(flow)), used)
+        emit(flow, work, Maker(_Arrays(flow), Constants()), used)
     except (Unfit, Refusal, Conflict, XnnfastError):
         return False
     return True
@@ -933,7 +934,7 @@ def _steps(flow: Flow, levels: Sequence[tuple[list[Work], list[Work]]], used: se
 
 def _graph(flow: Flow, works: Sequence[Work], wanted: set[int], used: set[int]) -> tuple[Any, ...]:
     """The graph of a level's works in XNNPACK, with what its externals are."""
-    maker = Maker(_Arrays(flow))
+    maker = Maker(_Arrays(flow), flow.method.constants)
     for work in works:
         try:
             emit(flow, work, maker, used)
@@ -964,6 +965,8 @@ def _graph(flow: Flow, works: Sequence[Work], wanted: set[int], used: set[int]) 
         owner=method.file.payload,
         limits=method.file.limits,
     )
+    # Weights that another merged form of the method has packed need not be packed again.
+    graph.caches["packed"] = method.packed.setdefault(maker.packing(), weakref.WeakValueDictionary())
     inputs = [maker.inputs[value.id] for value in graph.inputs]
     return graph, inputs, [external for external, _ in ids], list(works)
 
@@ -1024,7 +1027,7 @@ def _merged(
     outputs: Sequence[External],
     works: Sequence[Work],
 ) -> Step:
-    runtime = Runtime(graph, threads=flow.method.program.threads)
+    runtime = flow.method.new_runtime(graph)
     delegates = sum(isinstance(work, Delegated) for work in works)
     title = f"graph of {len(graph.nodes)} nodes: {delegates} delegates, {len(works) - delegates} operators"
     step = MergedStep(

@@ -6,16 +6,18 @@ values of the program. Values of the program are named by number, as module merg
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from . import datatypes as _datatypes
 from . import shapes as _shapes
 from ._graph import Constant, Graph, Node, Value
 from ._runtime import empty
 from .lower import lower
-from .ops import OPS, Refusal, check_op
+from .ops import OPS, Refusal, check_op, packed
 from .quantization import PerTensor
 
 if TYPE_CHECKING:
@@ -52,11 +54,34 @@ class External(NamedTuple):
     order: tuple[int, ...]
 
 
+class Constants:
+    """Constants of one program's graphs: equal bytes are one constant, which lives as long as this.
+
+    So an address stands for its bytes, and graphs may share what XNNPACK has packed from it.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Constant] = {}
+
+    def copy_of(self, array: Array) -> Constant:
+        """A constant with the elements of an array, in memory of its own."""
+        held = empty(array.shape or (1,), array.dtype)
+        held[...] = array
+        return self.known(("copy", hashlib.blake2b(held.data.cast("B")).digest()), lambda: Constant(held))
+
+    def known(self, key: Any, make: Callable[[], Constant]) -> Constant:
+        """The constant of that key, made at first."""
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
+
+
 class Maker:
     """Values and nodes of a graph in the making. A node may be added once its inputs are there."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, constants: Constants) -> None:
         self.source = source
+        self.constants = constants
         self.values: dict[int, Value] = {}
         self.nodes: list[Node] = []
         #: Value id -> the value of the program that it takes in.
@@ -82,9 +107,9 @@ class Maker:
 
     def constant(self, array: Array, datatype: str = "fp32") -> int:
         """A constant in memory of its own."""
-        held = empty(array.shape or (1,), datatype)
-        held[...] = array
-        return self.add(datatype, held.shape, constant=Constant(held))
+        dtype = _datatypes.DATATYPES[datatype].dtype
+        assert dtype is not None
+        return self.add(datatype, array.shape or (1,), constant=self.constants.copy_of(array.astype(dtype, copy=False)))
 
     def scalar(self, number: float, datatype: str = "fp32") -> int:
         """A constant of one element, made once."""
@@ -175,6 +200,20 @@ class Maker:
         return ids
 
     # -- the end
+
+    def packing(self) -> tuple[Any, ...]:
+        """What XNNPACK packs of the constants, and in which order: the same for graphs that may share it."""
+        found = []
+        for node in self.nodes:
+            values = [None if id is None else self.values[id] for id in node.inputs]
+            for place in packed(node, values):
+                value = values[place]
+                assert value is not None and value.constant is not None
+                scales = value.quantization
+                # Per channel or block they are arrays, which graphs of one delegate have in common.
+                scale = scales if scales is None or isinstance(scales, PerTensor) else id(scales.scales)  # type: ignore[union-attr]
+                found.append((node.op.name, place, value.constant.address, value.shape, scale))
+        return tuple(found)
 
     def finish(self, outputs: Sequence[int], *, source: str, owner: Any, limits: Limits) -> Graph:
         """The graph with these value ids as its outputs, which must be different and computed here."""

@@ -51,6 +51,8 @@ from .portable import PORTABLE, Portable, key
 if TYPE_CHECKING:
     from ._graph import Graph, Value
     from ._payload import Payload, Source
+    from .merge_graph import Constants
+    from .weights_cache import WeightsCache
 
 __all__ = ["DelegateInfo", "PlanReport", "Port", "Program", "Undelegated"]
 
@@ -521,6 +523,8 @@ class Method:
         self._graphs: dict[Any, Graph] = {}
         self._runtimes: dict[Graph, Runtime] = {}
         self._constants: dict[int, Array] = {}
+        #: What is packed, in order -> the packed weights of merged graphs that have that in common.
+        self.packed: dict[Any, Any] = {}
         #: Content of the states, once there was a call.
         self.state: dict[int, Array] = {}
 
@@ -858,8 +862,20 @@ class Method:
     def runtime(self, graph: Graph) -> Runtime:
         """The runtime of a graph, made once."""
         if graph not in self._runtimes:
-            self._runtimes[graph] = Runtime(graph, threads=self.program.threads)
+            self._runtimes[graph] = self.new_runtime(graph)
         return self._runtimes[graph]
+
+    def new_runtime(self, graph: Graph) -> Runtime:
+        """A runtime with the program's options."""
+        program = self.program
+        return Runtime(graph, threads=program.threads, weights_cache=program.weights_cache)
+
+    @cached_property
+    def constants(self) -> Constants:
+        """The constants that merged graphs have beside those of their delegates."""
+        from .merge_graph import Constants
+
+        return Constants()
 
     def step(self, instruction: Any, number: int) -> Step:
         """The step of an instruction."""
@@ -1277,6 +1293,8 @@ class Program:
     copy : bool, optional
         As in :func:`load`: whether constants of delegates may or must be copied.
     limits : Limits, optional
+    weights_cache : bool, path or WeightsCache, optional
+        As in :class:`Runtime`: where packed weights are kept for the next process.
 
     Notes
     -----
@@ -1293,6 +1311,7 @@ class Program:
         threads: int = 1,
         copy: bool | None = None,
         limits: Limits | None = None,
+        weights_cache: bool | str | os.PathLike[str] | WeightsCache | None = None,
     ) -> None:
         if threads < 1:
             raise ArgumentError(f"threads must be at least 1, got {threads}")
@@ -1300,6 +1319,7 @@ class Program:
         self.merge = merge
         self.threads = threads
         self.copy = copy
+        self.weights_cache = weights_cache
         self._methods: dict[str, Method] = {}
         for number, plan in enumerate(self.file.plans):
             if plan.name in self._methods:
