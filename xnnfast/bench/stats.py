@@ -51,7 +51,7 @@ def percentile(values: Any, share: float) -> float:
     ordered = np.sort(np.asarray(values, np.float64))
     if not ordered.size:
         raise ValueError("need at least one value")
-    place = math.ceil(share / 100 * ordered.size) - 1
+    place = math.ceil(share * ordered.size / 100 - 1e-9) - 1
     return float(ordered[min(max(place, 0), ordered.size - 1)])
 
 

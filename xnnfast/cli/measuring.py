@@ -208,3 +208,75 @@ def compare(
 
         print_compare(facts)
     return stats.STATUS[facts["verdict"]]
+
+
+@app.command()
+def profile(
+    models: Annotated[
+        list[Path],
+        typer.Argument(metavar="MODEL", help="A graph file or program; two of them or of profiles with --diff."),
+    ],
+    threads: Annotated[int, typer.Option(min=1, help="Threads of a runtime.")] = 1,
+    batch: Annotated[int | None, typer.Option(min=1, help="Samples per call.")] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Invokes; without: as many as fit into --seconds.")] = None,
+    seconds: Annotated[float, typer.Option(min=0.0, help="Seconds of invokes.")] = 1.0,
+    top: Annotated[int | None, typer.Option(min=1, help="Show only the nodes that take longest.")] = None,
+    diff: Annotated[bool, typer.Option("--diff", help="Compare two models, or two profiles kept by --save.")] = False,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE.json", help="Write a trace for chrome://tracing or Perfetto.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE.html", help="Write a page with drawings.")] = None,
+    roofline: Annotated[bool, typer.Option("--measure-roofline", help="Measure the machine's roofline again.")] = False,
+    no_roofline: Annotated[bool, typer.Option("--no-roofline", help="Don't relate the nodes to the machine.")] = False,
+    inputs: Input = None,
+    seed: Seed = 0,
+    method: Method = None,
+    save: Annotated[Path | None, typer.Option("--save", "-s", metavar="FILE.json", help="Keep the profile.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show the time of every node, and how near it comes to what the machine can do."""
+    import json
+
+    from ..bench import profile as profiling
+    from ..bench import record
+
+    def one(path: Path) -> dict[str, Any]:
+        if record.is_record(path):
+            return record.load(path, record.PROFILE)
+        return profiling.profile(
+            path,
+            threads=threads,
+            batch=batch,
+            rounds=rounds,
+            seconds=seconds,
+            seed=seed,
+            inputs=inputs or (),
+            method=method,
+            roof_again=roofline,
+            with_roof=not no_roofline,
+        )
+
+    if len(models) != (2 if diff else 1):
+        raise CommandError(f"need {'two models with --diff' if diff else 'one model'}, got {len(models)}")
+    found = [one(path) for path in models]
+    if diff:
+        facts = profiling.diff(*found)
+    else:
+        (facts,) = found
+        if trace is not None:
+            trace.write_text(json.dumps(profiling.trace(facts)), "utf-8")
+        if html is not None:
+            from ..bench.page import page
+
+            html.write_text(page(facts), "utf-8")
+    if save is not None:
+        record.save(facts, save)
+    if as_json:
+        _print_json(facts)
+    else:
+        from ..bench import tables
+
+        if diff:
+            tables.print_diff(facts)
+        else:
+            tables.print_profile(facts, top=top)

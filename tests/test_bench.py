@@ -1,0 +1,606 @@
+"""Measuring, records and comparing: the parts by made-up workers, the whole by real ones."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from xnnfast.bench import compare, environment, measure, record, stats, worker
+from xnnfast.builder import GraphBuilder
+from xnnfast.errors import ArgumentError, FormatError
+
+IDLE = {
+    "wall": 200_000_000, "cpu": 190_000_000, "involuntary": 1, "voluntary": 1, "faults": 0, "waited": 100_000,
+    "migrations": 0, "steal": 0, "busy": 200_000_000, "throttled": 0, "throttled_us": 0,
+}  # fmt: skip
+
+
+def answer(latency=1000.0, load=2000.0, peak=50 << 20, samples=20, **counts):
+    """What a worker says on an idle machine."""
+    return {
+        "inner": 2, "warm_up": [2 * latency] * 3, "stable": True, "samples": [2 * latency] * samples,
+        "load": {"load": load / 2, "pack": load / 4, "first": load / 4, "total": load},
+        "memory": {"resident": 1 << 20, "peak": 1 << 20, "process_peak": peak},
+        "opening": dict(IDLE), "while": {**IDLE, **counts}, "spin": [100_000, 101_000],
+    }  # fmt: skip
+
+
+def mlp(path: Path, *, extra: int = 0, scale: float = 1.0, rows: int = 2, width: int = 16) -> Path:
+    b = GraphBuilder()
+    rng = np.random.default_rng(0)
+    h = b.input((rows, width))
+    h = b.fully_connected(h, np.float32(scale) * rng.standard_normal((width, width), np.float32), clamp=(0, None))
+    for _ in range(extra):
+        h = b.clamp(h, 0, None)
+    b.output(h)
+    b.save(path)
+    return path
+
+
+# ---------------------------------------------------------------------------------------------------
+# Warming up and sampling
+
+
+class FakeClock:
+    """A clock that calls push forward."""
+
+    def __init__(self, durations):
+        self.now, self.durations = 0, iter(durations)
+
+    def __call__(self):
+        return self.now
+
+    def call(self):
+        self.now += next(self.durations)
+
+
+def test_warm_up_goes_on_until_groups_agree(monkeypatch):
+    # Row P1 of the case list: the first runs take three times as long. All samples are kept, in order.
+    slow = [9_000_000 - 100_000 * i for i in range(60)]
+    clock = FakeClock([*slow, *[3_000_000] * 1000])
+    monkeypatch.setattr(worker, "CLOCK", clock)
+    samples, inner, stable = worker.warm_up(clock.call, 10.0, 0.2, 500)
+    assert stable and inner == 1
+    assert samples[:3] == slow[3:6]
+    assert samples[-6:] == [3_000_000] * 6
+
+
+def test_warm_up_ends_at_its_limit(monkeypatch):
+    clock = FakeClock(10_000_000 * (1 + i % 2) for i in range(10_000))
+    monkeypatch.setattr(worker, "CLOCK", clock)
+    assert worker.warm_up(clock.call, 0.5, 0.2, 500)[2] is False
+    assert clock.now < 1_000_000_000
+
+
+def test_calls_shorter_than_the_clock_are_measured_in_groups(monkeypatch):
+    clock = FakeClock(1000 for _ in range(1_000_000))
+    monkeypatch.setattr(worker, "CLOCK", clock)
+    _, inner, _ = worker.warm_up(clock.call, 1.0, 0.2, 500)
+    assert inner * 1000 >= worker.MIN_SAMPLE_NS
+    # No more samples than asked for in the window.
+    assert 0.2e9 / (inner * 1000) <= 501
+
+
+def test_sampling_takes_the_least_number_however_slow(monkeypatch):
+    clock = FakeClock(1_000_000_000 for _ in range(100))
+    monkeypatch.setattr(worker, "CLOCK", clock)
+    assert worker.sample(clock.call, 1, 0.15, 5, 500) == [1_000_000_000] * 5
+
+
+# ---------------------------------------------------------------------------------------------------
+# Disturbances
+
+
+def test_an_idle_machine_disturbs_nothing():
+    assert environment.disturbances(answer(), 1, 2) == {}
+
+
+@pytest.mark.parametrize(
+    "counts, word",
+    [
+        ({"throttled": 1, "throttled_us": 5000}, "throttling"),
+        ({"steal": 40_000_000}, "steal"),
+        ({"waited": 20_000_000}, "waiting"),
+        ({"involuntary": 40}, "switches"),
+        ({"migrations": 15}, "migrations"),
+        ({"busy": 590_000_000}, "others"),
+    ],
+)
+def test_disturbances_are_found_by_kind(counts, word):
+    assert list(environment.disturbances(answer(**counts), 1, 2)) == [word]
+
+
+def test_work_on_a_cpu_that_is_not_needed_disturbs_nothing():
+    assert environment.disturbances(answer(busy=390_000_000), 1, 2) == {}
+    assert list(environment.disturbances(answer(busy=390_000_000), 2, 2)) == ["others"]
+
+
+def test_a_change_of_the_clock_is_found():
+    made = answer()
+    made["spin"] = [100_000, 120_000]
+    assert list(environment.disturbances(made, 1, 2)) == ["clock"]
+    assert environment.slow_clock(answer(), [80_000.0] * 5) is not None
+    assert environment.slow_clock(answer(), [95_000.0] * 5) is None
+
+
+def test_disturbed_opening_counts_too():
+    made = answer()
+    made["opening"]["throttled"] = 1
+    (text,) = environment.disturbances(made, 1, 2).values()
+    assert text.startswith("while opening")
+
+
+def test_environment_says_what_changes_times():
+    facts = environment.environment()
+    assert {
+        "cpu",
+        "affinity",
+        "cgroup_quota",
+        "governor",
+        "turbo",
+        "smt",
+        "aslr",
+        "huge_pages",
+        "kernel",
+        "load",
+    } <= set(facts)
+    json.dumps(facts, allow_nan=False)
+    busy = {**facts, "load": [99.0, 0, 0], "governor": "powersave", "cgroup_quota": {"cpus": 1.5, "from": "x"}}
+    assert len(environment.advice(busy)) == 3
+
+
+# ---------------------------------------------------------------------------------------------------
+# Inputs
+
+
+def test_random_inputs_are_seeded_and_of_the_right_dtype():
+    for dtype in ("float32", "float16", "int8", "uint8", "int32", "int64", "bool"):
+        one, again = (measure.random_array(dtype, (3, 4), (7, 0)) for _ in range(2))
+        assert one.dtype == dtype and one.shape == (3, 4)
+        assert np.array_equal(one, again)
+        assert not np.array_equal(one, measure.random_array(dtype, (3, 4), (8, 0))) or dtype == "bool"
+    assert measure.random_array("bfloat16", (3, 4), (7, 0)).dtype == np.dtype("V2")
+
+
+def test_data_that_changes_times_is_named():
+    # Row P3 of the case list.
+    assert measure.suspicious(np.random.default_rng(0).standard_normal(100).astype(np.float32)) is None
+    assert "all 4 numbers are 0" in measure.suspicious(np.zeros(4, np.float32))
+    assert "2 of 3 numbers are denormal" in measure.suspicious(np.array([1e-39, 1, -1e-40], np.float32))
+    assert "1 of 2 numbers are not finite" in measure.suspicious(np.array([np.nan, 1], np.float32))
+    assert measure.suspicious(np.zeros(4, np.int8)) is None
+
+
+def test_denormal_and_constant_weights_are_named(tmp_path):
+    b = GraphBuilder()
+    x = b.input((1, 8))
+    x = b.fully_connected(x, np.full((8, 8), 1e-39, np.float32))
+    b.output(b.fully_connected(x, np.ones((8, 8), np.float32)))
+    b.save(tmp_path / "tiny.xnn")
+    notes = measure.constant_notes(measure.subject(tmp_path / "tiny.xnn").facts)
+    assert any("64 weights are denormal" in note for note in notes)
+    assert any("2 weight arrays hold one and the same number" in note for note in notes)
+
+
+# ---------------------------------------------------------------------------------------------------
+# bench
+
+
+@pytest.fixture(scope="module")
+def bench_record(tmp_path_factory):
+    path = mlp(tmp_path_factory.mktemp("bench") / "mlp.xnn")
+    settings = measure.Settings(processes=2, seconds=0.05, warm_up=0.1, most=200)
+    return measure.bench([path], batches=[1, 4], threads=[1], workers=[1, 2], settings=settings)
+
+
+def test_bench_measures_every_combination(bench_record):
+    (model,) = bench_record["models"]
+    assert [record.key(result) for result in model["results"]] == [(1, 1, 1), (1, 1, 2), (4, 1, 1), (4, 1, 2)]
+    assert model["results"][2]["shapes"] == [[4, 16]]
+    for result in model["results"]:
+        assert result["error"] is None
+        assert len(result["processes"]) == 2
+
+
+def test_record_holds_what_it_needs_to_be_judged_later(bench_record):
+    assert bench_record["format"] == record.FORMAT
+    assert set(bench_record["build"]["pin"]) >= {"xnnpack", "pthreadpool"}
+    assert (
+        bench_record["build"]["isa"] and bench_record["build"]["compiled"] and bench_record["build"]["runtime_sha256"]
+    )
+    (model,) = bench_record["models"]
+    assert model["sha256"] == measure.file_sha256(model["path"])
+    result = model["results"][0]
+    process = result["processes"][0]
+    assert process["samples"] and all(isinstance(each, int) and each > 0 for each in process["samples"])
+    assert {"load", "pack", "plan", "first", "total"} <= set(process["load"])
+    assert {"peak", "resident", "packed", "workspace", "mapped"} <= set(process["memory"])
+    assert {"involuntary", "migrations", "steal", "throttled", "waited"} <= set(process["while"])
+    assert {"p50", "p90", "p95", "p99", "p99.9", "mad"} <= set(result["summary"]["latency_ns"])
+    json.dumps(bench_record, allow_nan=False)
+
+
+def test_summary_comes_from_undisturbed_processes():
+    quiet, bad = answer(1000.0), answer(9000.0)
+    quiet["disturbed"], bad["disturbed"] = {}, {"waiting": "..."}
+    facts = measure.summary({"batch": 4, "processes": [quiet, bad]})
+    assert facts["process_medians_ns"]["median"] == 1000
+    assert facts["items_per_second"] == pytest.approx(4e6)
+    assert (facts["processes"], facts["undisturbed"]) == (2, 1)
+    # All disturbed: the figures are there, and their number says what they are worth.
+    assert measure.summary({"batch": 4, "processes": [bad]})["undisturbed"] == 0
+
+
+def test_a_model_that_cannot_be_measured_is_an_error_in_words(tmp_path):
+    (tmp_path / "bad.xnn").write_bytes(b"not a graph at all")
+    with pytest.raises(measure.MeasureError, match="FormatError"):
+        measure.subject(tmp_path / "bad.xnn")
+    with pytest.raises(FileNotFoundError):
+        measure.subject(tmp_path / "missing.xnn")
+
+
+def test_batch_of_a_graph_without_one_is_refused(tmp_path):
+    b = GraphBuilder()
+    b.output(b.static_reshape(b.input((2, 3)), (3, 2)))
+    b.save(tmp_path / "reshape.xnn")
+    facts = measure.subject(tmp_path / "reshape.xnn").facts
+    if not facts["batched"]:
+        with pytest.raises(ArgumentError, match="batch"):
+            measure.configs(facts, [4], [1], [1])
+
+
+# ---------------------------------------------------------------------------------------------------
+# Records
+
+
+def test_records_are_read_back(bench_record, tmp_path):
+    record.save(bench_record, tmp_path / "r.json")
+    assert record.is_record(tmp_path / "r.json")
+    assert record.load(tmp_path / "r.json") == bench_record
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize(
+    "text, reason",
+    [
+        ("{", "no JSON"),
+        ('{"format": "other"}', "found 'other'"),
+        ('{"format": "xnnfast-bench", "version": 99}', "need version 1"),
+        ('{"format": "xnnfast-bench", "version": 1}', "need environment"),
+    ],
+)
+def test_what_is_no_record_is_refused(tmp_path, text, reason):
+    (tmp_path / "r.json").write_text(text)
+    with pytest.raises(FormatError, match=reason):
+        record.load(tmp_path / "r.json")
+
+
+def test_like_records_are_comparable(bench_record):
+    assert record.unlike(bench_record, copy.deepcopy(bench_record)) == []
+
+
+def change_threads(r):
+    for result in r["models"][0]["results"]:
+        result["threads"] = 2
+
+
+UNLIKE = {
+    "threads differ: 1 and 2": change_threads,
+    "CPU differ": lambda r: r["environment"].update(cpu="another"),
+    "instruction sets in use differ: .* and sme": lambda r: r["build"]["isa"].append("sme"),
+    "pinned libraries differ: xnnpack .* and xnnpack 0000": lambda r: r["build"]["pin"].update(xnnpack="0000"),
+    "the graph .* differ": lambda r: r["models"][0].update(sha256="0" * 64),
+    "datatypes differ": lambda r: r["models"][0].update(datatypes=["fp16"]),
+    "input shapes differ": lambda r: r["models"][0]["results"][0].update(shapes=[[1, 17]]),
+    "inputs differ": lambda r: r["models"][0]["results"][0].update(inputs_sha256="0" * 64),
+    "no model is in both": lambda r: (
+        r["models"].append({**r["models"][0], "name": "b"}) or r["models"][0].update(name="c")
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", UNLIKE)
+def test_unlike_records_are_refused_saying_why(bench_record, reason):
+    # Row P5 of the case list.
+    other = copy.deepcopy(bench_record)
+    UNLIKE[reason](other)
+    facts = compare.compare_records(bench_record, other)
+    assert facts["verdict"] == stats.INVALID
+    assert any(__import__("re").search(reason, each) for each in facts["refused"]), facts["refused"]
+
+
+def test_a_difference_may_be_allowed(bench_record):
+    other = copy.deepcopy(bench_record)
+    other["build"]["pin"]["xnnpack"] = "0000"
+    assert record.unlike(bench_record, other, frozenset(["pin"])) == []
+
+
+def with_processes(r, latencies, disturbed=0):
+    made = copy.deepcopy(r)
+    for result in made["models"][0]["results"]:
+        result["processes"] = [{**answer(each), "disturbed": {}} for each in latencies]
+        for process in result["processes"][:disturbed]:
+            process["disturbed"] = {"waiting": "..."}
+    return made
+
+
+def test_records_give_verdicts(bench_record):
+    base = np.linspace(990, 1010, 10)
+    one, slower = with_processes(bench_record, base), with_processes(bench_record, 1.2 * base)
+    same = compare.compare_records(one, with_processes(bench_record, base[::-1]))
+    assert same["verdict"] == stats.SAME
+    facts = compare.compare_records(one, slower)
+    assert facts["verdict"] == stats.SLOWER
+    verdicts = {metric["metric"]: metric["verdict"] for metric in facts["results"][0]["metrics"]}
+    assert verdicts == {"latency": stats.SLOWER, "load": stats.SAME, "memory": stats.SAME}
+    assert compare.compare_records(slower, one)["verdict"] == stats.FASTER
+
+
+def test_disturbed_processes_of_records_don_t_count(bench_record):
+    base = np.linspace(990, 1010, 10)
+    facts = compare.compare_records(with_processes(bench_record, base), with_processes(bench_record, base, disturbed=4))
+    assert facts["verdict"] == stats.INVALID
+    assert "undisturbed processes: 10 of 10 and 6 of 10" in facts["results"][0]["invalid"][0]
+
+
+# ---------------------------------------------------------------------------------------------------
+# Rounds, with workers that are made up
+
+
+@pytest.fixture
+def pair(tmp_path, monkeypatch):
+    """A model with itself, by workers that say what ``script(side, turn)`` gives; and the order of their jobs."""
+    subject = measure.subject(mlp(tmp_path / "a.xnn"))
+    other = copy.copy(subject)
+    made = compare.Pair("mlp", subject, other, measure.Config(2))
+    order: list[str] = []
+
+    class Fake:
+        def __init__(self, build):
+            self.build = build
+            self.process = type("Done", (), {"poll": lambda self: 0})()
+
+        def wait_until_ready(self):
+            pass
+
+        def run(self, job):
+            side = "a" if job["options"].get("side") == "a" else "b"
+            order.append(side)
+            return made.script(side, len(order))
+
+    subject.options, other.options = {"side": "a"}, {"side": "b"}
+    monkeypatch.setattr(compare, "Worker", Fake)
+    monkeypatch.setattr(compare, "_prepare", lambda pair, *rest: None)
+    monkeypatch.setattr(compare.time, "sleep", lambda seconds: None)
+    return made, order
+
+
+def run(pair, **settings):
+    return compare.compare([pair], settings=compare.Settings(**settings))
+
+
+def noisy(factor, spread=0.005):
+    rng = np.random.default_rng(5)
+
+    def script(side, turn):
+        return answer(1000.0 * float(np.exp(rng.normal(0, spread))) * (factor if side == "b" else 1))
+
+    return script
+
+
+def test_rounds_alternate_in_order(pair):
+    made, order = pair
+    made.script = noisy(1.0)
+    facts = run(made)
+    assert facts["verdict"] == stats.SAME
+    assert "".join(order[:8]) == "abbaabba"
+    assert facts["results"][0]["rounds"] == stats.MIN_ROUNDS
+
+
+def test_a_slowdown_ends_the_comparison(pair):
+    made, _ = pair
+    made.script = noisy(1.2)
+    facts = run(made)
+    assert facts["verdict"] == stats.SLOWER
+    latency = facts["results"][0]["metrics"][0]
+    assert latency["ratio"] == pytest.approx(1.2, rel=0.02)
+    assert latency["interval"][0] < latency["ratio"] < latency["interval"][1]
+    assert len(facts["results"][0]["processes"]) == stats.MIN_ROUNDS
+    assert stats.STATUS[facts["verdict"]] == 1
+
+
+def test_a_speedup_is_told(pair):
+    made, _ = pair
+    made.script = noisy(0.8)
+    assert run(made)["verdict"] == stats.FASTER
+
+
+def test_what_is_ambiguous_goes_on_to_the_end_of_the_budget(pair, monkeypatch):
+    made, order = pair
+    made.script = noisy(1.035, 0.02)
+    clock = iter(range(10_000))
+    monkeypatch.setattr(compare.time, "monotonic", lambda: float(next(clock)))
+    facts = run(made, budget=150.0)
+    assert facts["verdict"] == stats.AMBIGUOUS
+    assert facts["results"][0]["rounds"] > 3 * stats.MIN_ROUNDS
+
+
+def test_disturbed_rounds_are_repeated_not_averaged_in(pair):
+    made, _ = pair
+    calm = noisy(1.0)
+
+    def script(side, turn):
+        # Every fifth process is disturbed, and ten times slower.
+        return answer(10_000.0, waited=150_000_000) if turn % 5 == 0 else calm(side, turn)
+
+    made.script = script
+    facts = run(made)
+    assert facts["verdict"] == stats.SAME
+    (result,) = facts["results"]
+    assert result["rounds"] == stats.MIN_ROUNDS and result["disturbed"] > 0
+    assert result["disturbances"] == {"waiting": result["disturbed"]}
+    assert max(measure.process_median(each["a"]) for each in result["processes"]) < 1100
+
+
+def test_too_many_disturbed_rounds_are_invalid(pair, monkeypatch):
+    made, _ = pair
+    made.script = lambda side, turn: answer(throttled=3)
+    clock = iter(range(10_000))
+    monkeypatch.setattr(compare.time, "monotonic", lambda: float(next(clock)))
+    facts = run(made, budget=60.0)
+    assert facts["verdict"] == stats.INVALID
+    assert "were disturbed, the last one: the cgroup was throttled 3 times" in facts["results"][0]["invalid"][0]
+    assert stats.STATUS[facts["verdict"]] == 4
+
+
+def test_a_metric_that_got_worse_alone_is_seen(pair):
+    made, _ = pair
+    rng = np.random.default_rng(0)
+    made.script = lambda side, turn: answer(
+        1000 + rng.normal(0, 5),
+        2000 + rng.normal(0, 10),
+        (80 << 20 if side == "b" else 50 << 20) + int(rng.integers(9999)),
+    )
+    facts = run(made)
+    verdicts = {metric["metric"]: metric["verdict"] for metric in facts["results"][0]["metrics"]}
+    assert verdicts == {"latency": stats.SAME, "load": stats.SAME, "memory": stats.SLOWER}
+
+
+# ---------------------------------------------------------------------------------------------------
+# Outputs
+
+
+def outputs(folder: Path, *arrays) -> str:
+    folder.mkdir()
+    for number, array in enumerate(arrays):
+        np.save(folder / f"{number}.npy", array)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    "a, b, reason",
+    [
+        (np.float32([1, 2]), np.float32([1, 2]), None),
+        (np.float32([1, 2]), np.float32([1, 2.00001]), None),
+        (np.float32([1, 2]), np.float32([1, 2.01]), "differs by up to 0.005 of its largest number"),
+        (np.float16([1, 2]), np.float16([1, 2.01]), None),
+        (np.float32([1, np.nan]), np.float32([1, 2]), "NaN or infinity in other places"),
+        (np.int8([1, 2]), np.int8([1, 3]), None),
+        (np.int8([1, 2]), np.int8([1, 4]), "differs by up to 2 steps"),
+        (np.int32([1, 2]), np.int32([1, 3]), "differs by up to 1 steps"),
+        (np.float32([1, 2]), np.float32([[1, 2]]), r"is float32 \(2,\) against float32 \(1, 2\)"),
+        (np.float32([1, 2]), np.float64([1, 2]), "against float64"),
+    ],
+)
+def test_outputs_are_compared(tmp_path, a, b, reason):
+    found, _ = compare.differing_outputs(outputs(tmp_path / "a", a), outputs(tmp_path / "b", b), None)
+    if reason is None:
+        assert found is None
+    else:
+        assert __import__("re").search(reason, found)
+
+
+def test_number_of_outputs_is_compared(tmp_path):
+    one = np.zeros(1)
+    reason, _ = compare.differing_outputs(outputs(tmp_path / "a", one), outputs(tmp_path / "b", one, one), None)
+    assert reason == "1 outputs against 2"
+
+
+# ---------------------------------------------------------------------------------------------------
+# The whole, by real processes. How busy the machine is decides what verdict comes; that there is one does not.
+
+
+def command(*arguments, folder):
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.run(
+        [sys.executable, "-m", "xnnfast", *map(str, arguments)],
+        cwd=folder,
+        env=variables,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_compare_command_gives_a_verdict_and_its_status(tmp_path):
+    pytest.importorskip("typer")
+    mlp(tmp_path / "a.xnn")
+    done = command(
+        "compare", "a.xnn", "a.xnn", "--budget", 6, "--seconds", 0.02, "--json", "--save", "v.json", folder=tmp_path
+    )
+    facts = json.loads(done.stdout)
+    assert done.stderr == ""
+    assert done.returncode == stats.STATUS[facts["verdict"]]
+    assert facts["results"][0]["outputs"] == "the same bit for bit"
+    assert json.loads((tmp_path / "v.json").read_text()) == facts
+
+
+def test_compare_command_fails_a_wrong_answer_without_timing_it(tmp_path):
+    pytest.importorskip("typer")
+    mlp(tmp_path / "a.xnn")
+    mlp(tmp_path / "b.xnn", scale=1.01)
+    done = command("compare", "a.xnn", "b.xnn", folder=tmp_path)
+    assert done.returncode == 4
+    assert "outputs differ: output 0 differs by up to 0.01 of its largest number" in done.stdout
+
+
+def test_compare_command_refuses_other_shapes_and_precision(tmp_path):
+    pytest.importorskip("typer")
+    mlp(tmp_path / "a.xnn")
+    mlp(tmp_path / "b.xnn", width=32)
+    done = command("compare", "a.xnn", "b.xnn", folder=tmp_path)
+    assert done.returncode == 4 and "input shapes differ: [(2, 16)] and [(2, 32)]" in done.stdout
+    b = GraphBuilder()
+    b.output(b.clamp(b.input((2, 16), "fp16"), 0, None))
+    b.save(tmp_path / "half.xnn")
+    done = command("compare", "a.xnn", "half.xnn", folder=tmp_path)
+    assert done.returncode == 4 and "datatypes differ: fp32 and fp16" in done.stdout
+
+
+def test_bench_and_compare_commands_work_on_records(tmp_path):
+    pytest.importorskip("typer")
+    mlp(tmp_path / "a.xnn")
+    few = ["--processes", 1, "--seconds", 0.02, "--warm-up", 0.05]
+    one = command("bench", "a.xnn", "--save", "1.json", *few, folder=tmp_path)
+    assert one.returncode == 0 and one.stderr == ""
+    assert "latency and throughput" in one.stdout and "opening and memory" in one.stdout
+    two = command("bench", "a.xnn", "--threads", 2, "--save", "2.json", "--json", *few, folder=tmp_path)
+    assert json.loads(two.stdout) == json.loads((tmp_path / "2.json").read_text())
+    done = command("compare", "1.json", "2.json", folder=tmp_path)
+    assert done.returncode == 4
+    assert "not comparable: threads differ: 1 and 2" in done.stdout
+
+
+def test_two_builds_are_compared(tmp_path):
+    pytest.importorskip("typer")
+    mlp(tmp_path / "a.xnn")
+    here = Path(measure.__file__).resolve().parents[2]
+    done = command(
+        "compare", here, here, "--model", "a.xnn", "--budget", 3, "--seconds", 0.02, "--json", folder=tmp_path
+    )
+    facts = json.loads(done.stdout)
+    (result,) = facts["results"]
+    assert result["a"]["build"]["folder"] == str(here / "xnnfast")
+    assert done.returncode == stats.STATUS[facts["verdict"]]
+    bad = command("compare", tmp_path, here, "--model", "a.xnn", folder=tmp_path)
+    assert bad.returncode == 2 and "need a Python executable" in bad.stderr
+
+
+def test_wrong_usage_is_told_in_a_line(tmp_path):
+    pytest.importorskip("typer")
+    mlp(tmp_path / "a.xnn")
+    for arguments, reason in [
+        (("bench", "a.xnn", "--batch", "1,x"), "--batch: need whole numbers"),
+        (("bench", "none.xnn"), "none.xnn: No such file"),
+        (("compare", "a.xnn", "a.xnn", "--allow", "everything"), "--allow: need words of"),
+        (("profile", "a.xnn", "a.xnn"), "need one model, got 2"),
+    ]:
+        done = command(*arguments, folder=tmp_path)
+        assert done.returncode == 2 and reason in done.stderr, done.stderr
+        assert done.stderr.count("\n") == 1 and done.stdout == ""
