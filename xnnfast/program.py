@@ -1101,6 +1101,20 @@ class Method:
         kernels = sum(isinstance(step, KernelStep) for step in steps)
         return PlanReport(self.name, graphs, kernels, 0, 0, graphs, False, self.reason, tuple(map(str, steps)))
 
+    def shortcut(self) -> tuple[Any, ...]:
+        """``Runtime.run`` and shapes and dtypes of its inputs, if it does all that a call of the method does; else ()."""
+        if self.is_dynamic and self.program.merge and not self.is_single:
+            return ()
+        routine = self.plain if self.is_dynamic or not self.program.merge or self.merged is None else self.merged[0]
+        steps = [] if routine.jumps else [step for step, _ in routine.straight]
+        if len(steps) != 1 or not isinstance(steps[0], GraphStep) or routine.copied or routine.states:
+            return ()
+        (step,) = steps
+        given = step.direct and len(step.runtime.outputs) == len(step.outputs)
+        if not given or routine.inputs != step.reads or routine.outputs != step.writes:
+            return ()
+        return step.runtime.run, tuple((port.shape, port.dtype) for port in self.inputs)
+
     def prepare(self) -> None:
         if self.is_dynamic or not self.program.merge or self.merged is None:
             self.plain  # noqa: B018 - made on first use
@@ -1325,6 +1339,8 @@ class Program:
             if plan.name in self._methods:
                 raise FormatError(f"two methods are named {plan.name!r}")
             self._methods[plan.name] = Method(self, plan, number)
+        #: Method -> how to run it when inputs are plainly right, or () if there is no such way.
+        self._shortcuts: dict[str, Any] = {}
         self._closed = False
 
     @property
@@ -1387,7 +1403,20 @@ class Program:
         BusyError
             Another thread is running the method.
         """
-        return self.method(method).run(inputs)
+        shortcut = self._shortcuts.get(method)
+        if shortcut:
+            run, forms = shortcut
+            if len(inputs) == len(forms):
+                for x, (shape, dtype) in zip(inputs, forms):
+                    if type(x) is not np.ndarray or x.dtype is not dtype or x.shape != shape:
+                        break
+                else:
+                    return run(*inputs)
+        found = self.method(method)
+        results = found.run(inputs)
+        if shortcut is None:
+            self._shortcuts[method] = found.shortcut()
+        return results
 
     def plan(self, method: str = "forward") -> PlanReport:
         """What runs when a method is called: how many graphs of XNNPACK, how many operators in NumPy, and which.
@@ -1409,6 +1438,7 @@ class Program:
         """Free everything now; later calls raise ClosedError."""
         self._closed = True
         self._methods = {}
+        self._shortcuts = {}
 
     def __enter__(self) -> Program:
         return self
