@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ import numpy as np
 from . import _reader
 from ._graph import Constant
 from .containers import DelegateCall, JumpFalseCall, KernelCall, MoveCall, Tensor
-from .errors import XnnfastError
+from .errors import GraphError, ShapeError, XnnfastError, XnnpackError
 from .lower import lower
 from .merge_graph import KEEP_DIMS, Array, Conflict, Constants, External, Form, Maker, Shape, Source, narrow, simplify
 from .merge_rows import LOWERINGS, Call, Unfit, datatype
@@ -371,7 +371,11 @@ class _Reading:
             operands.append(operand)
         places = range(len(work.results))
         env: list[Any] = [None] * len(work.results)
-        KernelStep(work.row, operands, places, work.specs, work.instruction)(env)
+        try:
+            KernelStep(work.row, operands, places, work.specs, work.instruction)(env)
+        except XnnfastError:
+            # It fails when the method runs, which says where.
+            return False
         for result, value in zip(work.results, env):
             flow.known[result] = value
             info = flow.infos[result]
@@ -834,9 +838,14 @@ class CustomStep(Step):
 def merge(method: Method, shapes: dict[int, Shape] | None = None) -> tuple[Routine, PlanReport]:
     """The merged routine of a method and what is in it. NotMerged says why there is none."""
     try:
-        return _merge(read(method, shapes), guarded=False)
-    except _Guarded:
-        return _merge(read(method, shapes), guarded=True)
+        try:
+            return _merge(read(method, shapes), guarded=False)
+        except _Guarded:
+            return _merge(read(method, shapes), guarded=True)
+    except (GraphError, ShapeError, XnnpackError) as error:
+        if isinstance(error, MemoryError):
+            raise
+        raise NotMerged(f"the joined graph is refused: {error}") from error
 
 
 class _Guarded(Exception):
@@ -959,11 +968,13 @@ def _graph(flow: Flow, works: Sequence[Work], wanted: set[int], used: set[int]) 
         if len(works) > 1
         else f"instruction {works[0].instruction}"
     )
+    # Each delegate and each tensor of the program is below the cap by itself.
+    limits = method.file.limits
     graph = maker.finish(
         outputs,
         source=f"{method.file.payload.name}, method {method.name!r}, {names}",
         owner=method.file.payload,
-        limits=method.file.limits,
+        limits=replace(limits, max_workspace=limits.max_workspace * (len(works) + 1)),
     )
     # Weights that another merged form of the method has packed need not be packed again.
     graph.caches["packed"] = method.packed.setdefault(maker.packing(), weakref.WeakValueDictionary())

@@ -268,8 +268,9 @@ def simplify(maker: Maker, outputs: Sequence[int]) -> None:
         node = maker.nodes[place] = _simpler(maker, node, producers)
         producers[node.outputs[0]] = node
     names: dict[int, int] = {}
+    readers = _readers(maker.nodes)
     for node in maker.nodes:
-        same = _same_as(maker, node, [each for each in maker.nodes if node.outputs[0] in each.inputs])
+        same = _same_as(maker, node, readers.get(node.outputs[0], ()))
         if same is not None and node.outputs[0] not in outputs:
             names[node.outputs[0]] = names.get(same, same)
     maker.nodes = [_renamed(node, names) for node in maker.nodes if node.outputs[0] not in names]
@@ -281,6 +282,16 @@ def simplify(maker: Maker, outputs: Sequence[int]) -> None:
             live.append(node)
             wanted.update(id for id in node.inputs if id is not None)
     maker.nodes = live[::-1]
+
+
+def _readers(nodes: Iterable[Node]) -> dict[int, list[Node]]:
+    """Value id -> the nodes that read it."""
+    readers: dict[int, list[Node]] = {}
+    for node in nodes:
+        for id in node.inputs:
+            if id is not None:
+                readers.setdefault(id, []).append(node)
+    return readers
 
 
 def _simpler(maker: Maker, node: Node, producers: Mapping[int, Node]) -> Node:
@@ -347,13 +358,8 @@ class _Narrowing:
 
     def _once(self) -> bool:
         maker = self.maker
-        readers: dict[int, list[Node]] = {}
-        producers: dict[int, Node] = {}
-        for node in maker.nodes:
-            producers[node.outputs[0]] = node
-            for id in node.inputs:
-                if id is not None:
-                    readers.setdefault(id, []).append(node)
+        readers = _readers(maker.nodes)
+        producers = {node.outputs[0]: node for node in maker.nodes}
         for node in maker.nodes:
             if node.op.name != "static_slice":
                 continue

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 TRANSPOSE = 0x01
 MAX_RANK = 6
+#: Most elements of a constant that only stretches another.
+MOST_ONES = 1 << 20
 #: The largest float32.
 LARGEST = float(np.finfo(np.float32).max)
 
@@ -449,6 +451,8 @@ def _expand(call: Call) -> Sequence[int | None]:
         raise Unfit
     if maker.shape(x) == shape:
         return call.done(x)
+    if math.prod(shape) > MOST_ONES:
+        raise Unfit
     # Multiplied by one, the broadcast of binary operators stretches it.
     ones = maker.constant(np.ones(shape, np.float32 if call.datatype == "fp32" else np.float16), call.datatype)
     return call.done(maker.node("multiply", (x, ones)))

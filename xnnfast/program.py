@@ -441,7 +441,8 @@ def _permuted(array: Array, order: Sequence[int]) -> Array:
     if array.ndim != len(order):
         raise ShapeError(f"need rank {len(order)} for dim order {tuple(order)}, found shape {array.shape}",
                          got=array.shape)
-    return array.transpose(order)
+    turned: Array = array.transpose(order)
+    return turned
 
 
 def change_in(tensor: Tensor) -> Callable[[Array], Array] | None:
@@ -1107,9 +1108,9 @@ class Method:
             return ()
         routine = self.plain if self.is_dynamic or not self.program.merge or self.merged is None else self.merged[0]
         steps = [] if routine.jumps else [step for step, _ in routine.straight]
-        if len(steps) != 1 or not isinstance(steps[0], GraphStep) or routine.copied or routine.states:
+        step = steps[0] if len(steps) == 1 else None
+        if not isinstance(step, GraphStep) or routine.copied or routine.states:
             return ()
-        (step,) = steps
         given = step.direct and len(step.runtime.outputs) == len(step.outputs)
         if not given or routine.inputs != step.reads or routine.outputs != step.writes:
             return ()
@@ -1411,7 +1412,8 @@ class Program:
                     if type(x) is not np.ndarray or x.dtype is not dtype or x.shape != shape:
                         break
                 else:
-                    return run(*inputs)
+                    direct: tuple[Any, ...] = run(*inputs)
+                    return direct
         found = self.method(method)
         results = found.run(inputs)
         if shortcut is None:
