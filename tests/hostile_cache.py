@@ -156,7 +156,7 @@ class Trials:
         front = self.front
         both = front.structure + front.content
         fields = list(cache.HEADER.unpack_from(self.own))
-        table, blob = fields[5], cache.align(fields[5] + cache.ENTRY_SIZE * len(order), cache.PAGE)
+        table, blob = fields[5], cache.align(fields[5] + cache.RECORD.size * len(order), cache.PAGE)
         out = bytearray(self.own[:table]).ljust(blob, b"\0")
         offset = blob
         for place, number in enumerate(order):
@@ -173,11 +173,11 @@ class Trials:
             record = cache.ENTRY.pack(*values)
             checksum = front.checksums[number]
             if honest:
-                digest = cache.checksum(both, place, record)
+                digest = cache.entry_digest(both, place, record)
                 digest.update(body)
                 checksum = digest.digest()
-            at = table + place * cache.ENTRY_SIZE
-            out[at : at + cache.ENTRY_SIZE] = record + checksum
+            at = table + place * cache.RECORD.size
+            out[at : at + cache.RECORD.size] = record + checksum
             out += body
             offset = end
         fields[2], fields[6], fields[7] = len(order), blob, offset

@@ -16,6 +16,7 @@ from libc.string cimport memcmp, memcpy, memset
 from ._graph cimport Constant, Graph, Node, Value
 from .includes.xnnpack cimport *
 
+import marshal
 import os
 import threading
 import time
@@ -1444,6 +1445,46 @@ cdef size_t workspace_size(Engine engine):
     if engine is None or engine.workspace == NULL:
         return 0
     return (<size_t*> engine.workspace)[1]
+
+
+def node_texts(list nodes not None, dict values not None, dict described not None, packing not None):
+    """What a weights cache must know of nodes, in running order.
+
+    Returns
+    -------
+    texts : list of bytes
+        Everything about a node that reaches XNNPACK, with its values as ``described`` has them by id.
+    packs : list of (int, int, int)
+        Nodes that pack weights: place, and ordinals of filter and bias (-1: none) among the constants.
+    constants : list of Value
+        The weights, in the order of first use.
+    """
+    cdef Node node
+    cdef Value value
+    cdef dict ordinals = {}
+    cdef list texts = [], packs = [], constants = [], weights, places
+    cdef bint packed
+    for node in nodes:
+        op = node.op
+        weights = []
+        packed = op.name in packing
+        if packed:
+            weights = [values[id] for id in node.inputs[1:] if id is not None]
+            for value in weights:
+                packed = packed and value.constant is not None
+        if packed:
+            for value in weights:
+                if value.id not in ordinals:
+                    ordinals[value.id] = len(constants)
+                    constants.append(value)
+            packs.append((len(texts), ordinals[node.inputs[1]], -1 if len(weights) < 2 else ordinals[node.inputs[2]]))
+        places = [ordinals.get(id, -1) for id in node.inputs]
+        # marshal's version 2 writes equal objects alike; later ones look at references.
+        texts.append(marshal.dumps((
+            op.name, [node.attrs.get(name) for name in op.attrs], node.flags, node.clamp,
+            [described[id] for id in node.inputs], [described[id] for id in node.outputs], places,
+        ), 2))
+    return texts, packs, constants
 
 
 _packed_lock = threading.Lock()

@@ -61,8 +61,7 @@ HEADER_SIZE = 256
 #: seed, looked up, ordinals of kernel and bias among the packed constants (-1: no bias in XNNPACK's key, which
 #: leaves it out for dynamically quantized inputs), offset, size, fingerprint of the node. A checksum follows.
 ENTRY = struct.Struct("<IIqqQQ16s")
-CHECKSUM = 32
-ENTRY_SIZE = ENTRY.size + CHECKSUM
+RECORD = struct.Struct("<IIqqQQ16s32s")
 #: XNNPACK wants 64; 128 keeps entries off one another's prefetched lines.
 ALIGNMENT = 128
 #: Readable bytes that must follow an entry's last.
@@ -130,33 +129,21 @@ class Plan:
     """
 
     def __init__(self, lowered: Any, flags: int) -> None:
+        from ._runtime import node_texts
+
         values = lowered.values
         described: dict[int | None, Any] = {number: describe(value) for number, value in values.items()}
         described[None] = None
-        ordinals: dict[int, int] = {}
-        self.constants: list[Any] = []
+        texts, packing, constants = node_texts(lowered.nodes, values, described, PACKING)
+        self.constants: list[Any] = constants
         self.expected: list[Expected] = []
+        for place, kernel, bias in packing:
+            filter = constants[kernel]
+            # An fp16 layer may have an fp32 filter, which is halved.
+            least = filter.nbytes // (2 if filter.datatype == "fp32" else 1)
+            self.expected.append(Expected(kernel, bias, hashlib.sha256(texts[place]).digest()[:16], least))
         digest = hashlib.sha256(marshal.dumps((build(), flags, lowered.inputs, lowered.outputs), 2))
-        for node in lowered.nodes:
-            op, attrs, ins = node.op, node.attrs, node.inputs
-            weights = [values[each] for each in ins[1:] if each is not None] if op.name in PACKING else []
-            packs = bool(weights) and all(value.constant is not None for value in weights)
-            if packs:
-                for value in weights:
-                    if value.id not in ordinals:
-                        ordinals[value.id] = len(self.constants)
-                        self.constants.append(value)
-            places = [ordinals.get(each, -1) for each in ins]
-            # What the row hands to XNNPACK; marshal's version 2 writes equal objects alike.
-            fields = [attrs.get(name) for name in op.attrs]
-            sides = [described[each] for each in ins], [described[each] for each in node.outputs]
-            text = marshal.dumps((op.name, fields, node.flags, node.clamp, sides, places), 2)
-            digest.update(text)
-            if packs:
-                # An fp16 layer may have an fp32 filter, which is halved.
-                least = weights[0].nbytes // (2 if weights[0].datatype == "fp32" else 1)
-                bias = places[2] if len(places) > 2 else -1
-                self.expected.append(Expected(places[1], bias, hashlib.sha256(text).digest()[:16], least))
+        digest.update(b"".join(texts))
         self.structure = digest.digest()
         self.addresses = [address_of(value.constant.data) for value in self.constants]
         owners = {id(value.constant.owner): value.constant.owner for value in self.constants}
@@ -202,7 +189,7 @@ class WeightsCache:
         if not isinstance(text, str) or not text or "\0" in text:
             raise ArgumentError(f"weights_cache: need True, a folder or a file, got {where!r}")
         path = Path(text)
-        if path.is_dir() or text.endswith(os.sep) or not (path.suffix or path.is_file()):
+        if os.path.isdir(text) or text.endswith(os.sep) or not (path.suffix or os.path.isfile(text)):
             self.folder = path
         else:
             self.folder, self.file = path.parent, path
@@ -324,20 +311,19 @@ class WeightsCache:
     def _key(self, plan: Plan) -> str | None:
         """Which bytes of which files the constants are, None where that does not say it all."""
         numbers = {id(owner): place for place, owner in enumerate(plan.owners)}
-        digest = hashlib.sha256(plan.structure)
-        digest.update(repr([owner.identity for owner in plan.owners]).encode())
+        where: list[Any] = [plan.structure, [owner.identity for owner in plan.owners]]
         for value in plan.constants:
             constant = value.constant
             number = numbers.get(id(constant.owner))
-            if number is not None and constant.offset >= 0:
-                digest.update(struct.pack("<qqq", number, constant.offset, constant.nbytes))
+            offset = constant.offset
+            if number is not None and offset >= 0:
+                where.append((number, offset, constant.nbytes))
             elif constant.in_place:
                 return None
             else:
                 # Made by lowering, and small.
-                digest.update(struct.pack("<qq", -1, constant.nbytes))
-                digest.update(constant.data)
-        return digest.hexdigest()
+                where.append(bytes(constant.data))
+        return hashlib.sha256(marshal.dumps(where, 2)).hexdigest()
 
     def _known(self, key: str) -> Path:
         if self.file is not None:
@@ -603,7 +589,7 @@ def about(plan: Plan) -> bytes:
     return text.encode()[:MAX_ABOUT]
 
 
-def checksum(identity: bytes, place: int, entry: bytes) -> Any:
+def entry_digest(identity: bytes, place: int, entry: bytes) -> Any:
     """The digest of an entry, to be fed with its bytes up to the next one."""
     return hashlib.sha256(identity + struct.pack("<Q", place) + entry)
 
@@ -614,7 +600,7 @@ def write_file(path: Path, identity: Identity, packed: Sequence[Packed]) -> None
     both = plan.structure + identity.content
     description = about(plan)
     table_offset = align(HEADER_SIZE + len(description), 8)
-    blob_offset = align(table_offset + ENTRY_SIZE * len(packed), PAGE)
+    blob_offset = align(table_offset + RECORD.size * len(packed), PAGE)
     offsets = [blob_offset]
     for *_, data in packed:
         offsets.append(align(offsets[-1] + len(data) + SLACK, ALIGNMENT))
@@ -626,12 +612,12 @@ def write_file(path: Path, identity: Identity, packed: Sequence[Packed]) -> None
         for place, ((seed, looked_up, _, bias, data), wanted) in enumerate(zip(packed, plan.expected)):
             keyed = wanted.bias if bias else -1
             entry = ENTRY.pack(seed, looked_up, wanted.kernel, keyed, offsets[place], len(data), wanted.fingerprint)
-            digest = checksum(both, place, entry)
+            digest = entry_digest(both, place, entry)
             for part in (data, bytes(offsets[place + 1] - offsets[place] - len(data))):
                 file.write(part)
                 digest.update(part)
-            start = table_offset - HEADER_SIZE + place * ENTRY_SIZE
-            front[start : start + ENTRY_SIZE] = entry + digest.digest()
+            start = table_offset - HEADER_SIZE + place * RECORD.size
+            front[start : start + RECORD.size] = entry + digest.digest()
         header = HEADER.pack(
             MAGIC, FORMAT, len(packed), len(description), 0, table_offset, blob_offset, offsets[-1], plan.structure,
             identity.content, hashlib.sha256(front).digest(),
@@ -665,7 +651,7 @@ def parse(view: memoryview) -> Front | None:
         return None
     if table_offset != align(HEADER_SIZE + described, 8) or blob_offset % PAGE:
         return None
-    table_end = table_offset + count * ENTRY_SIZE
+    table_end = table_offset + count * RECORD.size
     if not table_end <= blob_offset <= size:
         return None
     if hashlib.sha256(view[HEADER_SIZE:blob_offset]).digest() != front_sum:
@@ -673,13 +659,13 @@ def parse(view: memoryview) -> Front | None:
     entries = []
     checksums = []
     end = blob_offset
-    for start in range(table_offset, table_end, ENTRY_SIZE):
-        seed, looked_up, kernel, bias, offset, length, fingerprint = ENTRY.unpack_from(view, start)
+    for record in RECORD.iter_unpack(view[table_offset:table_end]):
+        seed, looked_up, kernel, bias, offset, length, fingerprint, checksum = record
         if looked_up > 1 or offset != end or length > size or offset + length + SLACK > size:
             return None
         end = align(offset + length + SLACK, ALIGNMENT)
         entries.append(Entry(seed, bool(looked_up), kernel, bias, offset, length, fingerprint))
-        checksums.append(bytes(view[start + ENTRY.size : start + ENTRY_SIZE]))
+        checksums.append(checksum)
     if end != size:
         return None
     return Front(structure, content, bytes(view[HEADER_SIZE : HEADER_SIZE + described]), entries, checksums)
@@ -690,7 +676,7 @@ def bad_entry(view: memoryview, front: Front) -> int | None:
     both = front.structure + front.content
     ends = [entry.offset for entry in front.entries[1:]] + [len(view)]
     for place, (entry, end) in enumerate(zip(front.entries, ends)):
-        digest = checksum(both, place, ENTRY.pack(*entry))
+        digest = entry_digest(both, place, ENTRY.pack(*entry))
         digest.update(view[entry.offset : end])
         if digest.digest() != front.checksums[place]:
             return place
