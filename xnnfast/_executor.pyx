@@ -24,7 +24,7 @@ import numpy as np
 
 from . import shapes as _shapes
 from ._runtime import broadcast_pattern
-from .errors import ArgumentError, BusyError, ClosedError, xnnpack_error
+from .errors import BusyError, ClosedError, xnnpack_error
 
 cnp.import_array()
 
@@ -226,9 +226,9 @@ cdef struct Job:
     Slot* slot
 
 
-cdef inline Py_ssize_t gather(Job* job, size_t i, size_t segment, size_t start, size_t count, char* to) noexcept nogil:
+cdef inline void gather(Job* job, size_t i, size_t segment, size_t start, size_t count, char* to) noexcept nogil:
     """Copy samples of an input, also from several arrays, one after the other."""
-    cdef size_t row = job.port[i].row, s = segment, k, end
+    cdef size_t row = job.port[i].row, s = segment, end, _
     cdef Span* span
     cdef char* source
     while count:
@@ -239,17 +239,17 @@ cdef inline Py_ssize_t gather(Job* job, size_t i, size_t segment, size_t start, 
             memcpy(to, source, row * (end - start))
             to += row * (end - start)
         else:
-            for k in range(end - start):
+            for _ in range(end - start):
                 memcpy(to, source, row)
                 to += row
                 source += span.stride
         count -= end - start
         start = end
         s += 1
-    return 0
 
 
-cdef inline void scatter(Job* job, size_t i, size_t segment, size_t start, size_t count, const char* source) noexcept nogil:
+cdef inline void scatter(
+        Job* job, size_t i, size_t segment, size_t start, size_t count, const char* source) noexcept nogil:
     """Copy samples of an output to their places, also in several arrays."""
     cdef size_t row = job.port[i].row, s = segment, p, end, done = 0, samples
     cdef Span* span
@@ -288,7 +288,8 @@ cdef xnn_status process(Job* job, Slot* slot, Engine engine, size_t start, size_
                 continue
             place = span.base + <Py_ssize_t> offset * span.stride
             # Earlier pieces are followed by the next samples; only the last can end where nothing is readable.
-            if whole and (count == 1 or span.stride == <Py_ssize_t> port.row) and place + count * port.row + TAIL <= span.readable:
+            if (whole and (count == 1 or span.stride == <Py_ssize_t> port.row)
+                    and place + count * port.row + TAIL <= span.readable):
                 engine.bind(i, place)
             else:
                 gather(job, i, s, start, count, slot.stage[i])
@@ -414,7 +415,8 @@ cdef class Crew:
         self.engines = [OrderedDict() for _ in range(workers + 1)]
         self.stages = [[None] * (len(graph.inputs) + len(graph.outputs)) for _ in range(workers + 1)]
         batching = lowered.batching
-        self.dtypes = tuple([value.dtype for value in graph.inputs] + [output_dtype(graph, value) for value in graph.outputs])
+        self.dtypes = (*[value.dtype for value in graph.inputs],
+                       *[output_dtype(graph, value) for value in graph.outputs])
         self.layouts = tuple([batching.layouts.get(id) for id in (*lowered.inputs, *lowered.outputs)])
         n = len(self.dtypes)
         self.job.inputs = len(graph.inputs)
@@ -551,7 +553,8 @@ cdef class Crew:
 
     # -- jobs --------------------------------------------------------------------------------------
 
-    def run(self, list requests, tuple variant, size_t micro, size_t start, size_t stop, *, int members=0, bint pooled=False):
+    def run(self, list requests, tuple variant, size_t micro, size_t start, size_t stop, *, int members=0,
+            bint pooled=False):
         """Process samples ``start`` to ``stop`` of all requests, numbered one after the other.
 
         Parameters
@@ -574,8 +577,8 @@ cdef class Crew:
             Nanoseconds of the fastest piece of each worker that had two or more.
         """
         cdef Job* job = &self.job
-        cdef size_t i, s, total = 0, rest, rows
-        cdef int w, status, everyone
+        cdef size_t i, rest
+        cdef int w, everyone
         cdef bint more = True
         cdef xnn_status result
         if self.closed:
@@ -623,8 +626,8 @@ cdef class Crew:
                 return ()
             if everyone > 1 and self.team == NULL:
                 self.muster()
-            # The remainder comes last in the batch and first in time: the calling thread's engine goes down to its size
-            # and comes back while the others are at work already.
+            # The remainder comes last in the batch and first in time: the calling thread's engine goes down to its
+            # size and comes back while the others are at work already.
             try:
                 if everyone > 1:
                     with nogil:
@@ -721,7 +724,8 @@ cdef class Crew:
                 span.base = <char*> cnp.PyArray_DATA(array)
                 span.stride = <Py_ssize_t> job.port[i].row
                 if i < job.inputs and not job.port[i].shared and rows > 1:
-                    span.stride = cnp.PyArray_STRIDES(array)[0] * <Py_ssize_t> (<size_t> cnp.PyArray_DIMS(array)[0] // rows)
+                    span.stride = (cnp.PyArray_STRIDES(array)[0]
+                                   * <Py_ssize_t> (<size_t> cnp.PyArray_DIMS(array)[0] // rows))
                 high = span.base + job.port[i].row
                 if i >= job.inputs:
                     high = span.base + cnp.PyArray_NBYTES(array)
