@@ -15,10 +15,11 @@ SOURCES := pyproject.toml setup.py MANIFEST.in README.md LICENSE $(shell find xn
 	\( -name '*.py' -o -name '*.pyx' -o -name '*.pxd' -o -name '*.fbs' -o -name '*.h' -o -name PIN -o -name py.typed \
 	-o -name '_*.pyi' \) -not -path '*/_generated/*')
 
-.PHONY: help run test lint wheel clean
+.PHONY: help run test lint wheel clean bench-gate
 help:
 	@echo 'make run    train a classifier of handwritten digits, run it from its graph file ($(OUT)/digits.xnn)'
 	@echo 'make test   run all tests; TESTS=tests/test_cli.py and PYTEST_FLAGS="-k add -x" choose'
+	@echo 'make bench-gate  measure ratios against recorded bounds, for information'
 	@echo 'make lint   check style and types'
 	@echo 'make wheel  build a wheel into dist/'
 	@echo 'make clean  remove what the other targets made in this folder (the build of XNNPACK is kept elsewhere)'
@@ -31,6 +32,10 @@ run: $(VENV)/.run
 test: $(VENV)/.test
 	cd $(VENV) && XNNFAST_TEST_INSTALLED=1 bin/pytest -c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) $(PYTEST_FLAGS) \
 		$(addprefix $(CURDIR)/,$(TESTS))
+
+# Never fails for a figure: machines are too different, and too busy.
+bench-gate: $(VENV)/.test
+	cd $(VENV) && bin/python $(CURDIR)/bench/gate.py
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
