@@ -268,9 +268,13 @@ class Trials:
         return self.rebuilt(list(range(count)), data=[int(rng.integers(count)) for _ in range(count)], honest=False)
 
     def record_field(self, rng: np.random.Generator) -> bytes:
-        """Another number in an entry, all digests made anew but those of entries, or those too."""
+        """Another number in an entry, all digests made anew but those of entries, or those too.
+
+        Not those too where the size is another: then the bytes are others, and whoever gives them the right
+        checksum has made a file of other weights, which no reader can tell from a good one.
+        """
         victim, field = int(rng.integers(len(self.front.entries))), int(rng.integers(7))
-        honest = bool(rng.integers(2))
+        honest = bool(rng.integers(2)) and field != 5
 
         def edit(place: int, values: list[Any]) -> None:
             if place == victim:
@@ -352,8 +356,8 @@ def run(trials: Trials, count: int, rng: np.random.Generator, note: Path | None 
             print(f"trial {number}: {name}, file kept as {trials.path}.bad", file=sys.stderr)
             Path(f"{trials.path}.bad").write_bytes(data)
             raise
-        # A field that changed to itself, or zeros over zeros; a larger size that nobody looks at.
-        assert outcome == "saved" or data == trials.own or name == "record_field", (number, name, outcome)
+        # A field may have changed to itself, or zeros to zeros.
+        assert outcome == "saved" or data == trials.own, (number, name, outcome)
         outcomes[name, outcome] += 1
         if number % 10 == 0:
             assert trials.answer(trials.graph, trials.where) == (trials.want, "hit"), (number, name)
