@@ -49,7 +49,7 @@ from .program import (
 )
 
 if TYPE_CHECKING:
-    from ._graph import Graph
+    from ._graph import Graph, Node
 
 #: Results above this many bytes are computed when they are needed, not kept.
 MAX_EVALUATED = 1 << 26
@@ -137,6 +137,8 @@ class Delegated(Work):
     takes: list[tuple[int, tuple[int, ...]]]
     gives: list[tuple[int, tuple[int, ...]]]
     routed: tuple[list[Routed], list[Routed]]
+    #: Id of a constant of the graph -> what is taken in its place.
+    swaps: dict[int, int] = field(default_factory=dict)
 
     def reads(self) -> Iterable[int]:
         return [number for number, _ in self.takes]
@@ -441,12 +443,50 @@ def unguard(flow: Flow) -> None:
             _unguard(flow, work, makers, readers, kept)
 
 
+@dataclass(eq=False)
+class _Guard:
+    """A guard that was found: what it is made of and what it guards."""
+
+    #: The operators, the one that gives the result first.
+    chain: list[Kernel]
+    #: Softmax's input and output.
+    scores: int
+    weights: int
+    #: The delegate that computes softmax, and its output there.
+    source: Delegated
+    softmax: Node
+
+
 def _unguard(flow: Flow, work: Kernel, makers: dict[int, Work], readers: dict[int, list[Work]], kept: set[int]) -> None:
+    guard = _find_guard(flow, work, makers, readers, kept)
+    if guard is None:
+        return
+    watch = Watch(guard.source, guard.softmax.outputs[0])
+    mask = _find_mask(flow, guard, makers)
+    opened = False
+    if mask is not None and (mask.known is None or np.isneginf(mask.known).all(axis=-1).any()):
+        # Rows may be closed: others of its readers shall not see them opened, and its rows must be those of scores.
+        if not mask.exact:
+            return
+        opened = True
+    if mask is None or not opened:
+        _replace(flow, work, guard.chain, Slot(guard.weights))
+    else:
+        keep = _open_mask(flow, mask)
+        flow.works[flow.works.index(work)] = Product(work.instruction, list(work.results), guard.weights, keep)
+        for each in guard.chain[1:]:
+            flow.works.remove(each)
+    flow.watches.append(watch)
+
+
+def _find_guard(
+    flow: Flow, work: Kernel, makers: dict[int, Work], readers: dict[int, list[Work]], kept: set[int]
+) -> _Guard | None:
     chain: list[Kernel] = [work]
 
-    def step(operand: Operand, name: str, users: int = 1) -> Kernel | None:
+    def step(operand: Operand, name: str) -> Kernel | None:
         """The operator that makes an operand, if nobody else looks at that."""
-        if not isinstance(operand, Slot) or operand.place in kept or len(readers.get(operand.place, ())) != users:
+        if not isinstance(operand, Slot) or operand.place in kept or len(readers.get(operand.place, ())) != 1:
             return None
         made = makers.get(operand.place)
         if not isinstance(made, Kernel) or made.row.name != name:
@@ -456,88 +496,120 @@ def _unguard(flow: Flow, work: Kernel, makers: dict[int, Work], readers: dict[in
 
     condition, zeros, weights = work.operands
     if not isinstance(zeros, Slot) or not isinstance(weights, Slot) or not _is_zero(flow.known.get(zeros.place)):
-        return
+        return None
     last = step(condition, "aten::logical_not.out")
     some = step(last.operands[0], "aten::any.out") if last else None
     finite = step(some.operands[0], "aten::logical_not.out") if some else None
     infinite = step(finite.operands[0], "aten::eq.Scalar_out") if finite else None
     if some is None or infinite is None or infinite.operands[1] != Fixed(-math.inf) or some.operands[2] != Fixed(True):
-        return
-    scores = infinite.operands[0]
-    source = makers.get(weights.place)
-    if not isinstance(scores, Slot) or not isinstance(source, Delegated) or makers.get(scores.place) is not source:
-        return
-    if (
-        scores.place in kept
-        or weights.place in kept
-        or readers[scores.place] != [infinite]
-        or readers[weights.place] != [work]
-    ):
-        return
-    info = flow.infos[scores.place]
-    if (
-        info is None
-        or info.sizes is None
-        or not info.sizes
-        or some.operands[1] not in (Fixed(-1), Fixed(len(info.sizes) - 1))
-    ):
-        return
-    if flow.info(work.results[0]).sizes != info.sizes or info.order != tuple(range(len(info.sizes))):
-        return
+        return None
+    scores, source = infinite.operands[0], makers.get(weights.place)
+    if not isinstance(scores, Slot) or not isinstance(source, Delegated):
+        return None
+    if weights.place in kept or readers[weights.place] != [work]:
+        return None
+    info, order = flow.infos[scores.place], flow.info(weights.place).order
+    if info is None or not info.sizes or order != tuple(range(len(info.sizes))):
+        return None
+    if some.operands[1] not in (Fixed(-1), Fixed(len(info.sizes) - 1)):
+        return None
+    if not info.sizes == flow.info(weights.place).sizes == flow.info(work.results[0]).sizes:
+        return None
     lowered = lower(source.graph)
-    outputs = dict(zip(source.results, lowered.outputs))
-    nodes = {node.outputs[0]: node for node in lowered.nodes}
-    softmax = nodes.get(outputs[weights.place])
-    if softmax is None or softmax.op.name != "softmax" or softmax.inputs[0] != outputs[scores.place]:
-        return
-    # Where the mask is added, if it is.
-    added = nodes.get(outputs[scores.place])
-    place = None
-    if added is not None and added.op.name == "add":
-        for position in (0, 1):
-            if added.inputs[position] in lowered.inputs:
-                place = position
-    if added is None or place is None:
-        _replace(flow, work, chain, Slot(weights.place))
-        flow.watches.append(Watch(source, outputs[weights.place]))
-        return
-    given = added.inputs[place]
-    assert given is not None
-    masked = lowered.inputs.index(given)
-    mask, order = source.takes[masked]
-    mask_info = flow.info(mask)
-    if (
-        mask_info.sizes is None
-        or order != tuple(range(len(mask_info.sizes)))
-        or mask_info.dtype.kind != "f"
-        or not mask_info.sizes
-    ):
-        return
-    if mask in flow.known:
-        opened, keep = _open_rows(flow.known[mask])
-        if keep.all():
-            _replace(flow, work, chain, Slot(weights.place))
-            flow.watches.append(Watch(source, outputs[weights.place]))
-            return
-        numbers = (
-            flow.new(Info(mask_info.dtype, opened.shape, order)),
-            flow.new(Info(mask_info.dtype, keep.shape, order)),
-        )
-        flow.known[numbers[0]], flow.known[numbers[1]] = opened, keep
-    elif isinstance(makers.get(mask), Delegated):
-        # The mask would have to leave XNNPACK first.
-        return
-    else:
-        shape = (*mask_info.sizes[:-1], 1)
-        numbers = flow.new(Info(mask_info.dtype, mask_info.sizes, order)), flow.new(Info(mask_info.dtype, shape, order))
-        custom = Custom(source.instruction, list(numbers), "rows of a mask", [mask], _open_rows)
-        flow.works.insert(flow.works.index(source), custom)
-    source.takes[masked] = (numbers[0], order)
-    guarded = Product(work.instruction, list(work.results), weights.place, numbers[1])
-    flow.works[flow.works.index(work)] = guarded
-    for each in chain[1:]:
-        flow.works.remove(each)
-    flow.watches.append(Watch(source, outputs[weights.place]))
+    softmax = next((node for node in lowered.nodes if node.outputs[0] == _inner(source, weights.place)), None)
+    if softmax is None or softmax.op.name != "softmax" or softmax.inputs[0] != _inner(source, scores.place):
+        return None
+    return _Guard(chain, scores.place, weights.place, source, softmax)
+
+
+def _inner(work: Delegated, number: int) -> int | None:
+    """The id that a value of the flow has in a delegate's lowered graph."""
+    lowered = lower(work.graph)
+    for (place, _), id in zip((*work.takes, *work.gives), (*lowered.inputs, *lowered.outputs)):
+        if place == number:
+            return id
+    return None
+
+
+@dataclass(eq=False)
+class _Mask:
+    """What is added to scores."""
+
+    #: The delegate that adds it, and its id there.
+    owner: Delegated
+    id: int
+    #: Its place among what the delegate takes, None for a constant of the delegate.
+    place: int | None
+    #: Its elements if they never change.
+    known: Array | None
+    info: Info
+    #: It goes nowhere else, and its rows are those of the scores.
+    exact: bool
+
+
+def _find_mask(flow: Flow, guard: _Guard, makers: dict[int, Work]) -> _Mask | None:
+    """What is added to the scores; None if nothing is seen to be."""
+    number, owner = _origin(guard.scores, makers)
+    if not isinstance(owner, Delegated):
+        return None
+    lowered = lower(owner.graph)
+    inner = _inner(owner, number)
+    added = next((node for node in lowered.nodes if node.outputs[0] == inner), None)
+    if added is None or added.op.name != "add":
+        return None
+    found = []
+    for id in added.inputs:
+        assert id is not None
+        value = lowered.value(id)
+        place, known, info = None, None, None
+        if id in lowered.inputs:
+            place = lowered.inputs.index(id)
+            mask, order = owner.takes[place]
+            info, known = flow.info(mask), flow.known.get(mask)
+            # What comes from XNNPACK is the product.
+            if order != info.order or isinstance(_origin(mask, makers)[1], Delegated):
+                continue
+        elif value.constant is not None and value.datatype in ("fp32", "fp16"):
+            known = value.array()
+            info = Info(known.dtype, known.shape, tuple(range(known.ndim)))
+        if info is None or not info.sizes or info.order != tuple(range(len(info.sizes))) or info.dtype.kind != "f":
+            continue
+        alone = sum(id in node.inputs for node in lowered.nodes) == 1
+        onward = [node for node in lowered.nodes if inner in node.inputs]
+        further = [node for node in lower(guard.source.graph).nodes if guard.softmax.outputs[0] in node.inputs]
+        exact = number == guard.scores and alone and all(node is guard.softmax for node in onward) and not further
+        found.append(_Mask(owner, id, place, known, info, exact))
+    # One that is known is best.
+    return min(found, key=lambda mask: mask.known is None, default=None)
+
+
+def _origin(number: int, makers: dict[int, Work]) -> tuple[int, Work | None]:
+    """Where the elements of a value were computed: the number before they were moved, and what makes that."""
+    made = makers.get(number)
+    while isinstance(made, Kernel) and made.row.lower in ("view", "unsqueeze", "squeeze", "copy"):
+        first = made.operands[0]
+        if not isinstance(first, Slot):
+            break
+        number, made = first.place, makers.get(first.place)
+    return number, made
+
+
+def _open_mask(flow: Flow, mask: _Mask) -> int:
+    """Give a delegate its mask with closed rows opened; the number of what is 0 in those rows and 1 in others."""
+    info, owner = mask.info, mask.owner
+    assert info.sizes is not None
+    opened = flow.new(Info(info.dtype, info.sizes, info.order))
+    keep = flow.new(Info(info.dtype, (*info.sizes[:-1], 1), info.order))
+    if mask.known is not None:
+        flow.known[opened], flow.known[keep] = _open_rows(mask.known)
+    if mask.place is None:
+        owner.swaps[mask.id] = opened
+        return keep
+    if mask.known is None:
+        work = Custom(owner.instruction, [opened, keep], "rows of a mask", [owner.takes[mask.place][0]], _open_rows)
+        flow.works.insert(flow.works.index(owner), work)
+    owner.takes[mask.place] = (opened, info.order)
+    return keep
 
 
 def _is_zero(array: Any) -> bool:
@@ -695,7 +767,7 @@ class _KernelCall(Call):
 def emit(flow: Flow, work: Work, maker: Maker, used: set[int]) -> None:
     """Add what a work computes to a graph."""
     if isinstance(work, Delegated):
-        ids = maker.inline(work.graph, work.takes, work.gives)
+        ids = maker.inline(work.graph, work.takes, work.gives, work.swaps)
         for watch in flow.watches:
             if watch.work is work:
                 maker.watched.append(ids[watch.value])
@@ -835,11 +907,16 @@ class CustomStep(Step):
             env[index] = array
 
 
-def merge(method: Method, shapes: dict[int, Shape] | None = None) -> tuple[Routine, PlanReport]:
-    """The merged routine of a method and what is in it. NotMerged says why there is none."""
+def merge(
+    method: Method, shapes: dict[int, Shape] | None = None, *, guarded: bool = False
+) -> tuple[Routine, PlanReport]:
+    """The merged routine of a method and what is in it. NotMerged says why there is none.
+
+    ``guarded`` leaves the guards of attention where they are.
+    """
     try:
         try:
-            return _merge(read(method, shapes), guarded=False)
+            return _merge(read(method, shapes), guarded=guarded)
         except _Guarded:
             return _merge(read(method, shapes), guarded=True)
     except (GraphError, ShapeError, XnnpackError) as error:
@@ -867,7 +944,9 @@ def _merge(flow: Flow, *, guarded: bool) -> tuple[Routine, PlanReport]:
             levels.inside.discard(id(refused.work))
             continue
         break
-    if any(id(watch.work) not in levels.inside for watch in flow.watches):
+    needed = [watch.work for watch in flow.watches]
+    needed += [work for work in flow.works if isinstance(work, Delegated) and work.swaps]
+    if any(id(work) not in levels.inside for work in needed):
         raise _Guarded
     env: list[Any] = [None] * len(flow.infos)
     for number, value in flow.known.items():

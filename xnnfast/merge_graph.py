@@ -170,11 +170,16 @@ class Maker:
         return id
 
     def inline(
-        self, graph: Graph, takes: Sequence[tuple[int, tuple[int, ...]]], gives: Sequence[tuple[int, tuple[int, ...]]]
+        self,
+        graph: Graph,
+        takes: Sequence[tuple[int, tuple[int, ...]]],
+        gives: Sequence[tuple[int, tuple[int, ...]]],
+        swaps: Mapping[int, int],
     ) -> dict[int, int]:
         """Add all of a graph, its externals being values of the program; new id by old.
 
-        It is added as lowering leaves it, which fits any sizes that the graph permits.
+        It is added as lowering leaves it, which fits any sizes that the graph permits. ``swaps`` puts values of the
+        program in the place of constants of the graph.
         """
         lowered = lower(graph)
         if lowered.scratch or any(node.op.name == "argmax_pooling2d" for node in lowered.nodes):
@@ -185,6 +190,9 @@ class Maker:
             if value.quantization is not None and not isinstance(value.quantization, PerTensor):
                 raise Conflict
             ids[value.id] = self.take(number, Form(order, value.datatype, value.quantization))
+        for old, number in swaps.items():
+            value = lowered.value(old)
+            ids[old] = self.take(number, Form(tuple(range(len(value.shape))), value.datatype))
         inferred = _shapes.infer(lowered, {value.id: self.shape(ids[value.id]) for value in graph.inputs})
         for old, value in lowered.values.items():
             if old not in ids:

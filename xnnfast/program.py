@@ -62,6 +62,8 @@ Env: TypeAlias = list[Any]
 
 #: How many shapes of inputs a dynamic method keeps a merged form for.
 MAX_SHAPES = 8
+#: How often the guards of attention may turn out to be needed before they are left in.
+MAX_UNSOUND = 3
 #: Where the number of values noted so far is among noted shapes; inputs have the negative numbers above it.
 COUNT = -(1 << 30)
 DYNAMISM = ("static", "bounded", "unbounded")
@@ -519,6 +521,8 @@ class Method:
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self.reason = ""
+        #: How often a merged form had to give way to the plain one.
+        self.unsound = 0
         #: Shapes of the inputs -> the sizes noted at a first call, or the merged form.
         self._by_shapes: dict[Any, dict[int, tuple[int, ...]] | tuple[Routine, PlanReport]] = {}
         self._graphs: dict[Any, Graph] = {}
@@ -1038,7 +1042,7 @@ class Method:
             try:
                 return merged[0].run(taken)
             except Unsound:
-                return self.plain.run(taken)
+                return self._run_anyway(taken)
         finally:
             self._lock.release()
 
@@ -1069,7 +1073,7 @@ class Method:
             self.reason = "it is one delegate"
             return None
         try:
-            return merge(self, shapes)
+            return merge(self, shapes, guarded=self.unsound >= MAX_UNSOUND)
         except NotMerged as reason:
             self.reason = str(reason)
             return None
@@ -1092,7 +1096,15 @@ class Method:
         try:
             return known[0].run(taken)
         except Unsound:
-            return self.plain.run(taken)
+            return self._run_anyway(taken)
+
+    def _run_anyway(self, taken: list[Any]) -> tuple[Any, ...]:
+        """Run as written. What does not hold time and again is not taken for granted any more."""
+        self.unsound += 1
+        if self.unsound == MAX_UNSOUND:
+            self.__dict__.pop("merged", None)
+            self._by_shapes.clear()
+        return self.plain.run(taken)
 
     @cached_property
     def plain_report(self) -> PlanReport:
