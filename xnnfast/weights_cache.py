@@ -27,12 +27,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import json
 import marshal
 import os
 import stat
 import struct
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -522,6 +520,9 @@ def read_small(path: Path, most: int) -> bytes | None:
 @contextlib.contextmanager
 def replacing(path: Path, *, sync: bool = True) -> Iterator[Any]:
     """A file that appears under its name when it is whole, and not at all otherwise."""
+    # Here, as json below: a process that finds its weights should not wait for what it does not use.
+    import tempfile
+
     fd, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(fd, "wb") as file:
@@ -584,6 +585,8 @@ def reserve(fd: int, size: int) -> None:
 
 def about(plan: Plan) -> bytes:
     """For people who look at a file: where it comes from."""
+    import json
+
     _, _, sets, processor, _ = build()
     text = json.dumps({"source": plan.source[-1024:], "isa": sets, "processor": processor})
     return text.encode()[:MAX_ABOUT]
@@ -722,19 +725,13 @@ def open_checked(path: Path, identity: Identity) -> tuple[Payload, list[Entry]] 
             return None
         if at_rest(payload, now) and unchanged(payload):
             with contextlib.suppress(OSError):
-                write_small(seal_path(path), json.dumps(payload.identity).encode())
+                write_small(seal_path(path), repr(payload.identity).encode())
     return payload, front.entries
 
 
 def sealed(path: Path, payload: Payload) -> bool:
     """Whether this very file, unwritten since, was verified before."""
-    data = read_small(seal_path(path), 512)
-    if data is None:
-        return False
-    try:
-        return tuple(json.loads(data)) == payload.identity
-    except (ValueError, TypeError, RecursionError):
-        return False
+    return read_small(seal_path(path), 512) == repr(payload.identity).encode()
 
 
 def intact(payload: Payload) -> bool:
@@ -861,6 +858,8 @@ def verify(path: Path) -> str | None:
 
 def described(path: Path) -> dict[str, Any] | None:
     """What a cache file says about itself, None if it can't be read. The packed bytes are not looked at."""
+    import json
+
     try:
         if not own_file(os.lstat(path)):
             return None
