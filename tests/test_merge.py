@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pathlib
+import re
+
 import files
 import numpy as np
 import pytest
@@ -898,3 +901,10 @@ def test_programs_at_random_agree(seed):
     outputs = [int(each) for each in dice.rng.choice(made, min(4, len(made)), replace=False)]
     arrays = [dice.rng.standard_normal(dice.shapes[index]).astype(np.float32) for index in dice.inputs]
     both(dice.sketch.program(dice.inputs, outputs), *arrays, tolerance=2e-5)
+
+
+def test_the_document_lists_what_is_lowered():
+    document = pathlib.Path(__file__).parents[1] / "docs" / "programs.md"
+    (table,) = re.findall(r"^\| becomes nodes of a graph.*?(?=^$)", document.read_text("utf-8"), re.M | re.S)
+    listed = re.findall(r"`([\w.]+)`", table)
+    assert sorted(listed) == sorted(name.split("::")[1] for name in LOWERINGS)
