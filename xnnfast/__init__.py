@@ -43,12 +43,12 @@ _HOME = {
     **dict.fromkeys(("Program",), "program"),
     **dict.fromkeys(("PerBlock", "PerChannel", "PerTensor", "PerToken", "dequantize", "quantize"), "quantization"),
 }
-_MODULES = ("reference",)
+_MODULES = ("doctor", "reference")
 
 __all__ = sorted((*_HOME, *_MODULES, "load", "load_all"))
 
 if TYPE_CHECKING:
-    from . import reference
+    from . import doctor, reference
     from ._graph import Constant, Graph, Node, Value
     from ._runtime import Runtime, empty
     from .builder import GraphBuilder

@@ -359,5 +359,6 @@ def _print_json(facts: Any) -> None:
 # Subcommands in modules of their own add themselves to the app.
 from . import batch as _batch  # noqa: E402, F401
 from . import cache as _cache  # noqa: E402, F401
+from . import doctor as _doctor  # noqa: E402, F401
 from . import measuring as _measuring  # noqa: E402, F401
 from . import program as _program  # noqa: E402
