@@ -22,7 +22,7 @@ class Limits:
     #: inputs lead to when it is run.
     max_workspace: int = 1 << 36
     #: Instructions of a method that jumps backwards, in one call.
-    max_steps: int = 1 << 24
+    max_steps: int = 1 << 20
 
 
 DEFAULT_LIMITS = Limits()
