@@ -34,7 +34,11 @@ class Sketch:
         self.values.append({"val": (kind, fields)})
         return len(self.values) - 1
 
-    def tensor(self, sizes: Sequence[int], dtype: Any = np.float32, **more: Any) -> int:
+    def tensor(self, sizes: Sequence[int], dtype: Any = np.float32, *, over: int | None = None, **more: Any) -> int:
+        """A planned tensor, in a place of its own, or in that of the value ``over``."""
+        if "allocation_info" not in more:
+            place = 65536 * (len(self.values) if over is None else over)
+            more["allocation_info"] = {"memory_id": 1, "memory_offset_low": place, "memory_offset_high": 0}
         self.values.append(files.tensor(sizes, dtype=NUMBERS[np.dtype(dtype)], **more))
         return len(self.values) - 1
 

@@ -850,3 +850,47 @@ def test_files_that_are_no_programs_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError):
         Program(pathlib.Path(tmp_path) / "absent.pte")
     assert struct.calcsize("<I") == 4
+
+
+# ---- views that the exporter left out
+
+
+@BOTH
+def test_a_tensor_that_nothing_writes_is_a_view_of_what_was_written_last_at_its_place(merge):
+    # As current exports do: a view with fixed sizes is removed, its value just shares the place of its base.
+    sketch = Sketch()
+    x = sketch.tensor((2, 3))
+    y = sketch.tensor((2, 3))
+    sketch.kernel("aten::neg.out", x, y, y)
+    # The input's place is used again.
+    z = sketch.tensor((2, 3), over=x)
+    sketch.kernel("aten::abs.out", y, z, z)
+    view = sketch.tensor((3, 2), over=x)
+    result = sketch.tensor((3, 2))
+    sketch.kernel("aten::neg.out", view, result, result)
+    last = sketch.tensor((6,), over=result)
+    (first, second) = Program(sketch.program([x], [result, last]), merge=merge).run(X - 2)
+    np.testing.assert_array_equal(first, -abs(X - 2).reshape(3, 2))
+    np.testing.assert_array_equal(second, -abs(X - 2).reshape(6))
+
+
+@BOTH
+def test_a_view_of_an_input_can_be_left_out(merge):
+    sketch = Sketch()
+    x = sketch.tensor((2, 3))
+    view = sketch.tensor((3, 2), over=x)
+    result = sketch.tensor((3, 2))
+    sketch.kernel("aten::neg.out", view, result, result)
+    (y,) = Program(sketch.program([x], [result]), merge=merge).run(X)
+    np.testing.assert_array_equal(y, -X.reshape(3, 2))
+
+
+@pytest.mark.parametrize("sizes,dtype", [((2, 2), np.float32), ((2, 3), np.int32)], ids=["sizes", "dtype"])
+def test_what_lies_at_the_place_of_another_tensor_must_be_a_view_of_it(sizes, dtype):
+    sketch = Sketch()
+    x = sketch.tensor((2, 3))
+    other = sketch.tensor(sizes, dtype, over=x)
+    result = sketch.tensor(sizes, dtype)
+    sketch.kernel("aten::neg.out", other, result, result)
+    with pytest.raises(UnsupportedError, match=r"value 1 .* lies where value 0 .* does"):
+        Program(sketch.program([x], [result])).run(X)

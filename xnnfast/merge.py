@@ -42,6 +42,7 @@ from .program import (
     Spec,
     Step,
     Unsound,
+    ViewCall,
     argument,
     fresh_values,
     inverse,
@@ -230,8 +231,8 @@ class _Reading:
         for index in method.states:
             starts[index] = flow.new(self.tensor_info(index, None))
             self.current[index] = Slot(starts[index])
-        for chain in self.plan.chains:
-            for number, instruction in enumerate(chain.instructions):
+        for chain in method.chains:
+            for number, instruction in enumerate(chain):
                 self.instruction(instruction, number)
         for index in self.plan.outputs:
             flow.outputs.append(self.single(index))
@@ -291,6 +292,9 @@ class _Reading:
             self.current[instruction.move_to] = self.single(instruction.move_from)
         elif isinstance(instruction, KernelCall):
             self.kernel(instruction, number)
+        elif isinstance(instruction, ViewCall):
+            row, operands = self.method.view(instruction)
+            self.work(row, [self.single(instruction.source), *operands[1:]], [instruction.target], number)
         elif isinstance(instruction, DelegateCall):
             self.delegate(instruction, number)
 
@@ -302,13 +306,18 @@ class _Reading:
         return self.flow.new(info)
 
     def kernel(self, call: KernelCall, number: int) -> None:
-        flow, method = self.flow, self.method
+        method = self.method
         row = method.row(call)
         assert row is not None
         routing = row.split(call.args)
         row.check([self.plan.values.kind(index) for index in routing.inputs])
         operands = [self.operand(index) for index in routing.inputs]
         targets = [index for each in routing.outputs for index in method.members(each)]
+        self.work(row, operands, targets, number)
+
+    def work(self, row: Portable, operands: list[Operand], targets: list[int], number: int) -> None:
+        """Take in an operator and what it writes."""
+        flow, method = self.flow, self.method
         stable = self.is_stable(row, operands)
         results = [self.written(index, stable) for index in targets]
         specs = [method.spec(index) for index in targets]

@@ -505,6 +505,13 @@ def check_external(plan: Plan, index: int, value: Value, delegate: int) -> Tenso
 # A method
 
 
+class ViewCall(NamedTuple):
+    """Stands where a program leaves out a view: the target is the source in the target's sizes."""
+
+    source: int
+    target: int
+
+
 class Method:
     """A method of a program: its ports at once, everything else when it is first run."""
 
@@ -655,10 +662,78 @@ class Method:
     def written(self) -> frozenset[int]:
         """The values that some instruction computes."""
         found: set[int] = set()
-        for chain in self.plan.chains:
-            for each in chain.instructions:
+        for chain in self.chains:
+            for each in chain:
                 found.update(self.outputs_of(each))
         return frozenset(found)
+
+    @cached_property
+    def chains(self) -> tuple[tuple[Any, ...], ...]:
+        """The instructions, with the views put back that the exporter left out.
+
+        A view whose sizes never change is removed from a program: nothing writes its value, which lies where
+        the tensor lies that it is a view of. So a tensor that nothing has written is a view of what was written
+        last at its place; one whose place is nobody else's is a state.
+        """
+        at: dict[tuple[int, int], int] = {}
+        known = set(self.plan.inputs)
+        for index in self.plan.inputs:
+            self._lies(index, at)
+        made, jumps, views = [], False, 0
+        for chain in self.plan.chains:
+            instructions: list[Any] = []
+            for each in chain.instructions:
+                jumps = jumps or isinstance(each, JumpFalseCall)
+                for index in self.inputs_of(each):
+                    view = self._left_out(index, known, at)
+                    if view is not None:
+                        instructions.append(view)
+                        views += 1
+                instructions.append(each)
+                for index in self.outputs_of(each):
+                    known.add(index)
+                    self._lies(index, at)
+            made.append(instructions)
+        for index in self.plan.outputs:
+            view = self._left_out(index, known, at)
+            if view is not None and made:
+                made[-1].append(view)
+                views += 1
+        if jumps and views:
+            raise UnsupportedError(
+                f"method {self.name!r} has jumps, and tensors that are views of what was written last at their place: "
+                "which one that is depends on the jumps"
+            )
+        return tuple(tuple(instructions) for instructions in made)
+
+    def _lies(self, index: int, at: dict[tuple[int, int], int]) -> None:
+        tensor = self.plan.values[index]
+        if isinstance(tensor, Tensor) and tensor.allocation is not None:
+            at[tensor.allocation] = index
+
+    def _left_out(self, index: int, known: set[int], at: dict[tuple[int, int], int]) -> ViewCall | None:
+        """The view that a value must be, if nothing has written it and something lies at its place."""
+        tensor = self.plan.values[index]
+        if index in known or not isinstance(tensor, Tensor) or tensor.is_constant or tensor.allocation is None:
+            return None
+        source = at.get(tensor.allocation)
+        if source is None:
+            return None
+        known.add(index)
+        base: Tensor = self.plan.values[source]
+        fixed = all(each.dynamism == 0 and each.dim_order == tuple(range(len(each.sizes))) for each in (base, tensor))
+        if tensor.dtype != base.dtype or tensor.nbytes != base.nbytes or not fixed:
+            raise UnsupportedError(
+                f"value {index} of method {self.name!r} ({tensor.dtype}, {tensor.sizes}) is written by no instruction "
+                f"and lies where value {source} ({base.dtype}, {base.sizes}) does: need a view of it, with the same "
+                "dtype and number of elements, fixed sizes and the default order of dimensions"
+            )
+        return ViewCall(source, index)
+
+    def view(self, call: ViewCall) -> tuple[Portable, list[Operand]]:
+        """The operator and operands that make a view."""
+        sizes = list(self.plan.values[call.target].sizes)
+        return PORTABLE["executorch_prim::et_view.default"], [self._single(call.source), Fixed(sizes)]
 
     def outputs_of(self, instruction: Any) -> list[int]:
         """The values that an instruction writes, the tensors of lists one by one."""
@@ -671,6 +746,8 @@ class Method:
             )
         if isinstance(instruction, DelegateCall):
             return [argument(instruction, value) for value in self.graph(instruction).outputs]
+        if isinstance(instruction, ViewCall):
+            return [instruction.target]
         return [instruction.move_to] if isinstance(instruction, MoveCall) else []
 
     def row(self, call: KernelCall) -> Portable | None:
@@ -821,8 +898,8 @@ class Method:
         """Tensors that keep their content from call to call: read before anything has written them."""
         found: dict[int, None] = {}
         known = set(self.plan.inputs)
-        for chain in self.plan.chains:
-            for each in chain.instructions:
+        for chain in self.chains:
+            for each in chain:
                 for index in self.inputs_of(each):
                     tensor = self.plan.values[index]
                     if isinstance(tensor, Tensor) and index not in known and not tensor.is_constant:
@@ -847,6 +924,8 @@ class Method:
             return [argument(instruction, value) for value in self.graph(instruction).inputs]
         if isinstance(instruction, MoveCall):
             return [instruction.move_from]
+        if isinstance(instruction, ViewCall):
+            return [instruction.source]
         return [instruction.cond_value_index] if isinstance(instruction, JumpFalseCall) else []
 
     def initial(self, index: int) -> Array:
@@ -890,6 +969,9 @@ class Method:
             graph = self.graph(instruction)
             inputs, outputs = self.routed(instruction, graph)
             return GraphStep(self.runtime(graph), inputs, outputs, f"delegate {instruction.delegate_index}", number)
+        if isinstance(instruction, ViewCall):
+            row, operands = self.view(instruction)
+            return KernelStep(row, operands, [instruction.target], [self.spec(instruction.target)], number)
         if isinstance(instruction, MoveCall):
             return MoveStep(instruction.move_from, instruction.move_to, number)
         if isinstance(instruction, JumpFalseCall):
@@ -901,7 +983,7 @@ class Method:
         """The method instruction by instruction."""
         self.require_operators()
         chains = [
-            [self.step(each, number) for number, each in enumerate(chain.instructions)] for chain in self.plan.chains
+            [self.step(each, number) for number, each in enumerate(chain)] for chain in self.chains
         ]
         count = len(self.plan.values)
         env: Env = [None] * count
