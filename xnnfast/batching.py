@@ -454,7 +454,7 @@ def _freed(lowered: Lowered, node: Node, layouts: dict[int, Layout]) -> list[Nod
         return [_follow(lowered, node, layouts[node.inputs[0]], layout)]  # type: ignore[index]
     if node.op.name == "fully_connected" and node.flags & RESHAPE_2D:
         # The engine would merge the rows whatever their number; the reshape of its own looks at them.
-        source = lowered.value(node.inputs[0]).shape  # type: ignore[arg-type]
+        source = lowered.value(node.inputs[0]).shape
         out = node.outputs[0]
         if len(source) != 2:
             rows = lowered.like(out, (*source[:-1], lowered.value(out).shape[-1]))
@@ -468,7 +468,7 @@ def _freed(lowered: Lowered, node: Node, layouts: dict[int, Layout]) -> list[Nod
 
 def _follow(lowered: Lowered, node: Node, source: Layout, target: Layout) -> Node:
     """A reshape whose dimension ``target.axis`` follows the batch and nothing else."""
-    shape = lowered.value(node.inputs[0]).shape  # type: ignore[arg-type]
+    shape = lowered.value(node.inputs[0]).shape
     out = lowered.value(node.outputs[0]).shape
     return node.replace(op=OPS["static_reshape_rows"], attrs={
         "new_shape": (*out[: target.axis], 0, *out[target.axis + 1 :]),
@@ -480,7 +480,7 @@ def _as_the_file_says(lowered: Lowered, node: Node, layouts: dict[int, Layout]) 
     if node.op.name != "static_reshape":
         return node
     new = node.attrs["new_shape"]
-    shape = lowered.value(node.inputs[0]).shape  # type: ignore[arg-type]
+    shape = lowered.value(node.inputs[0]).shape
     out = lowered.value(node.outputs[0]).shape
     if 0 in shape or 0 in out:
         return node
