@@ -19,6 +19,7 @@ from ._runtime cimport Engine, Packing, Pool, is_padded, padded_array, prepare_p
 from .includes.xnnpack cimport xnn_status, xnn_status_success
 
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -381,6 +382,8 @@ cdef class Crew:
     cdef list engines
     cdef list stages
     cdef object planned
+    # Bytes of input of the largest piece so far.
+    cdef size_t largest
     # Keys of planned whose sizes were compared with the cap.
     cdef set within_cap
     # By variant, whether some value has no elements.
@@ -510,7 +513,7 @@ cdef class Crew:
     # -- engines -----------------------------------------------------------------------------------
 
     cdef int assign(self, int member, tuple variant, size_t count, Pool pool) except -1:
-        """Give a worker an engine that is planned for so many samples."""
+        """Give a worker an engine for so many samples; it may still have to be planned."""
         cdef Engine engine
         cdef object engines = self.engines[member]
         shapes = self.shapes(variant, count)
@@ -526,19 +529,42 @@ cdef class Crew:
             if engine is None:
                 while len(engines) >= MAX_ENGINES:
                     engines.popitem(last=False)
-                engine = self.packing.engine(shapes, pool, self.flags)
+                engine = self.packing.engine(shapes, pool, self.flags, False)
                 engines[pattern] = engine
             else:
                 engines.move_to_end(pattern)
                 if engine.shapes is not shapes and engine.shapes != shapes:
                     # Downwards this costs microseconds; memory grows here and never inside a job.
                     engine.reshape(shapes)
-                if not engine.planned:
-                    engine.plan()
         except BaseException:
             engines.pop(pattern, None)
             raise
         self.job.slot[member].engine = <PyObject*> engine
+        return 0
+
+    def plan(self, int member):
+        """Let a worker's engine plan its memory, if it has not."""
+        cdef Engine engine = <Engine> self.job.slot[member].engine
+        if engine.planned:
+            return
+        try:
+            engine.plan()
+        except BaseException:
+            self.job.slot[member].engine = NULL
+            self.engines[member].clear()
+            raise
+
+    cdef int plan_all(self, int first, int last, size_t nbytes) except -1:
+        """Plan the engines of several workers: side by side where they grow, which takes as long as an inference."""
+        cdef int w
+        waiting = [w for w in range(first, last) if not (<Engine> self.job.slot[w].engine).planned]
+        if len(waiting) > 1 and nbytes > self.largest:
+            with ThreadPoolExecutor(len(waiting)) as threads:
+                list(threads.map(self.plan, waiting))
+        else:
+            for w in waiting:
+                self.plan(w)
+        self.largest = max(self.largest, nbytes)
         return 0
 
     cdef int provide(self, int member, size_t i, size_t nbytes) except -1:
@@ -619,6 +645,8 @@ cdef class Crew:
                 for i in range(job.ports):
                     if need[i]:
                         self.provide(w, i, need[i] * (1 if job.port[i].shared else micro))
+            self.plan_all(self.workers if pooled else 0, self.workers + 1 if pooled else everyone,
+                          micro * job.port[0].row)
             if pooled:
                 with nogil:
                     result = process(job, &job.slot[self.workers], <Engine> job.slot[self.workers].engine, start, micro)
@@ -658,6 +686,7 @@ cdef class Crew:
         cdef Slot* slot = &job.slot[0]
         cdef xnn_status status
         self.assign(0, variant, rest, None)
+        self.plan(0)
         with nogil:
             status = process(job, slot, <Engine> slot.engine, job.stop - rest, rest)
         if status != xnn_status_success:
@@ -666,6 +695,7 @@ cdef class Crew:
             xf_no_more(&job.next)
             return 0
         self.assign(0, variant, micro, None)
+        self.plan(0)
         return 0
 
     cdef int judge(self, int status, size_t bad, int first, int last) except -1:
@@ -771,6 +801,7 @@ cdef class Crew:
             self.engines[w].clear()
             self.stages[w] = [None] * self.job.ports
         self.planned.clear()
+        self.largest = 0
         self.pool = None
 
     def close(self):
