@@ -303,6 +303,15 @@ def test_what_xnnpack_can_not_express_exactly_stays_in_numpy(case):
     assert (report.runtimes, report.numpy_steps) == (2, 1), str(report)
 
 
+def test_more_dimensions_than_xnnpack_has_stay_in_numpy():
+    sketch = Sketch()
+    x = sketch.tensor((2, 3))
+    y = sketch.unary("aten::view_copy.out", sketch.shift(x, (2, 3)), [1, 2, 1, 3, 1, 1, 1], sizes=(1, 2, 1, 3, 1, 1, 1))
+    turned = sketch.unary("aten::permute_copy.out", y, [0, 3, 2, 1, 4, 5, 6], sizes=(1, 3, 1, 2, 1, 1, 1))
+    z = sketch.shift(sketch.unary("aten::view_copy.out", turned, [3, 2], sizes=(3, 2)), (3, 2))
+    assert both(sketch.program([x], [z]), np.ones((2, 3), np.float32)).plan().numpy_steps == 3
+
+
 def test_a_norm_whose_moments_are_used_stays_in_numpy():
     def build(s, x):
         outs = [s.tensor(SHAPE), s.tensor((2, 4, 1)), s.tensor((2, 4, 1))]

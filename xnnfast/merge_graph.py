@@ -18,6 +18,7 @@ from ._graph import Constant, Graph, Node, Value
 from ._runtime import empty
 from .lower import lower
 from .ops import OPS, Refusal, check_op, packed
+from .ops._rules import MAX_RANK
 from .quantization import PerTensor
 
 if TYPE_CHECKING:
@@ -97,6 +98,8 @@ class Maker:
 
     def add(self, datatype: str, shape: Shape, *, quantization: Any = None, constant: Constant | None = None) -> int:
         """The id of a new value."""
+        if len(shape) > MAX_RANK:
+            raise Refusal(f"rank {len(shape)}, limit {MAX_RANK}")
         id = len(self.values)
         self.values[id] = Value(id, datatype, shape, quantization=quantization, constant=constant)
         return id

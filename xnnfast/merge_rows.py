@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from .merge_graph import DATATYPES, KEEP_DIMS, Array, Shape
+from .ops._rules import MAX_RANK
 from .portable.movement import expand_shape, view_shape
 
 if TYPE_CHECKING:
     from .merge_graph import Maker
 
 TRANSPOSE = 0x01
-MAX_RANK = 6
 #: Most elements of a constant that only stretches another.
 MOST_ONES = 1 << 20
 #: The largest float32.
