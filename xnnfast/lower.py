@@ -8,6 +8,7 @@ switched off, because in this version it writes a fused clamp's limits over the 
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, cast
@@ -37,7 +38,8 @@ class Lowered:
     Attributes
     ----------
     graph : Graph
-        Where it came from; keeps the constants alive.
+        Where it came from. Held weakly, since the graph keeps its lowered form: a map must go with its last user, not
+        with the collector's next turn. Whoever uses the lowered form holds the graph.
     values : dict of int to Value
         By value id. Ids of values that lowering made are negative.
     nodes : list of Node
@@ -64,7 +66,7 @@ class Lowered:
     """
 
     def __init__(self, graph: Graph) -> None:
-        self.graph = graph
+        self._graph = weakref.ref(graph)
         self.values: dict[int, Value] = {value.id: value for value in graph.values}
         self.nodes: list[Node] = []
         self.inputs: tuple[int, ...] = tuple(value.id for value in graph.inputs)
@@ -80,6 +82,12 @@ class Lowered:
         self._follows_batch = False
         self._analyzed = True
         self._next = -1
+
+    @property
+    def graph(self) -> Graph:
+        graph = self._graph()
+        assert graph is not None, "whoever uses a lowered graph holds the graph"
+        return graph
 
     @property
     def batching(self) -> Batching | None:
