@@ -254,7 +254,13 @@ ENDS = {
         "        r.run(x)\n"
         "threading.Thread(target=work, daemon=True).start(); import time; time.sleep(0.05)"
     ),
-    "error": "r = xnnfast.Runtime(xnnfast.load(path))\ntry:\n    r.run(x, x)\nexcept xnnfast.ArgumentError as e:\n    keep = e",
+    "error": (
+        "r = xnnfast.Runtime(xnnfast.load(path))\n"
+        "try:\n"
+        "    r.run(x, x)\n"
+        "except xnnfast.ArgumentError as e:\n"
+        "    keep = e"
+    ),
 }
 
 
