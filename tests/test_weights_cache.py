@@ -459,7 +459,8 @@ def test_everything_but_the_bytes_is_in_the_structure():
         b = GraphBuilder()
         x = b.input((1, size, size, 4))
         b.output(b.conv2d(x, weights, bias, padding=padding, stride=stride, clamp=clamp))
-        return cache.Plan(lower(b.graph()), 0).structure
+        graph = b.graph()
+        return cache.Plan(lower(graph), 0).structure
 
     same = make()
     assert make() == same
