@@ -207,6 +207,36 @@ def test_the_command_extracts(tmp_path):
     assert done.returncode == 0
 
 
+def test_the_command_runs_programs_of_any_kind(tmp_path):
+    sketch = Sketch("encode")
+    x, two = sketch.tensor((1, 8)), sketch.number(2)
+    y = sketch.unary("aten::exp.out", sketch.shift(x, (1, 8)), sizes=(1, 8))
+    z = sketch.tensor((1, 8))
+    sketch.kernel("aten::mul.Scalar_out", y, two, z, z)
+    (tmp_path / "m.pte").write_bytes(sketch.program([x, two], [z, two]))
+    np.save(tmp_path / "x.npy", ONE)
+    for more in ((), ("--method", "encode"), ("--threads", "0")):
+        done = command("run", tmp_path / "m.pte", tmp_path / "x.npy", "-o", tmp_path / "y{}.npy", *more)
+        assert done.returncode == 0, done.stderr
+        np.testing.assert_allclose(np.load(tmp_path / "y0.npy"), np.exp(ONE + 1) * 2, rtol=1e-5)
+        assert np.load(tmp_path / "y1.npy") == 2
+    for arguments, message in (
+        (("x.npy", "x.npy"), "need 1 inputs (float32 1x8), got 2"),
+        (("x.npy", "--method", "decode"), "need a method of 'encode', found 'decode'"),
+        (("m.pte",), "need a .npy file"),
+    ):
+        paths = [tmp_path / each if each.endswith(("npy", "pte")) else each for each in arguments]
+        done = command("run", tmp_path / "m.pte", *paths, "-o", tmp_path / "z{}.npy")
+        assert (done.returncode, message in done.stderr) == (2, True), done.stderr
+    (tmp_path / "d.pte").write_bytes(files.program(segments=[b"", files.named()]))
+    (tmp_path / "d.ptd").write_bytes(files.data_file({"weights": WEIGHTS}))
+    done = command(
+        "run", tmp_path / "d.pte", tmp_path / "x.npy", "--data", tmp_path / "d.ptd", "-o", tmp_path / "y.npy"
+    )
+    assert done.returncode == 0, done.stderr
+    np.testing.assert_array_equal(np.load(tmp_path / "y.npy"), [files.ONES + 1])
+
+
 def test_the_command_says_what_is_wrong_with_programs(tmp_path):
     (tmp_path / "bad.pte").write_bytes(partly()[:600])
     (tmp_path / "graph.xnn").write_bytes(files.bare())

@@ -203,8 +203,22 @@ def run_graph(
     dialect: Dialect = None,
     cache: Cache = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Don't say what was written.")] = False,
+    data: Annotated[
+        list[Path] | None, typer.Option("--data", metavar="FILE.ptd", help="Data file of a program; may be repeated.")
+    ] = None,
+    method: Annotated[str | None, typer.Option(metavar="NAME", help="Method of a program.")] = None,
 ) -> None:
-    """Run a graph once on arrays from files. Inputs are mapped, not read; outputs appear whole or not at all."""
+    """Run a graph once on arrays from files. Inputs are mapped, not read; outputs appear whole or not at all.
+
+    An ExecuTorch program is run as a whole, whatever it consists of.
+    """
+    if backend is Backend.xnnpack and dialect is None:
+        results = _program.run_program(file, inputs or [], data or [], method, threads, cache)
+        if results is not None:
+            _save(results, _targets(output or [], len(results)), quiet)
+            return
+    if data or method is not None:
+        raise CommandError(f"{file}: --data and --method are for programs, run by XNNPACK and without --dialect")
     graph = _load(file, dialect)
     targets = _targets(output or [], len(graph.outputs))
     given = inputs or []
@@ -215,6 +229,10 @@ def run_graph(
     results, told = _compute(graph, arrays, backend, threads, cache)
     if cache is not None and not quiet:
         print(f"weights cache: {told}", file=sys.stderr)
+    _save(results, targets, quiet)
+
+
+def _save(results: tuple[Array, ...], targets: list[Path], quiet: bool) -> None:
     for target, result in zip(targets, results):
         with _replacing(target) as stream:
             np.save(stream, result, allow_pickle=False)
@@ -252,7 +270,7 @@ def _targets(output: list[str], count: int) -> list[Path]:
     return targets
 
 
-def _array(path: Path, value: Any) -> Array:
+def _array(path: Path, value: Any = None) -> Array:
     """The array of a .npy file, mapped."""
     with open(path, "rb") as stream:
         magic = stream.read(len(NPY_MAGIC))
@@ -263,7 +281,7 @@ def _array(path: Path, value: Any) -> Array:
     except (ValueError, EOFError) as error:
         raise CommandError(f"{path}: need a whole .npy file: {error}") from error
     # A .npy file can't name bfloat16; NumPy writes such an array as two opaque bytes.
-    if value.datatype == "bf16" and array.dtype == np.dtype("V2"):
+    if value is not None and value.datatype == "bf16" and array.dtype == np.dtype("V2"):
         array = array.view(value.dtype)
     return array
 

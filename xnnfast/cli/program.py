@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import numpy as np
 import typer
 
 from .._payload import Payload
 from ..describe_program import describe_program, is_program, program_text
 from ..errors import UnsupportedError, XnnfastError
-from .commands import CommandError, Json, _print_json, app
+from .commands import CommandError, Json, _array, _print_json, app, cache_place
 
 ProgramArgument = Annotated[Path, typer.Argument(metavar="FILE.pte", help="ExecuTorch program, bundled or not.")]
 Data = Annotated[
@@ -49,6 +50,33 @@ def inspect_program(file: Path, dialect: str | None, data: list[Path] | None, as
         if graph is not None:
             print(f"\nthe program is one graph\n{text(graph)}")
     return True
+
+
+def run_program(
+    file: Path, inputs: list[Path], data: list[Path], method: str | None, threads: int, cache: str | None
+) -> tuple[np.ndarray[Any, np.dtype[Any]], ...] | None:
+    """What a program gives for arrays from files; None if the file is no program."""
+    payload = Payload.open(file)
+    if payload.nbytes < 8 or not is_program(bytes(memoryview(payload)[4:8])):
+        return None
+    from ..limits import allowed_cpus
+    from ..program import Program
+
+    try:
+        count = threads or allowed_cpus().count
+        with Program(payload, data, threads=count, weights_cache=cache_place(cache)) as program:
+            name = method or (program.methods[0] if len(program.methods) == 1 else "forward")
+            ports = [port for port in program.inputs(name) if port.kind == "Tensor"]
+            if len(inputs) != len(ports):
+                needed = ", ".join(map(str, ports))
+                raise CommandError(f"{file}: need {len(ports)} inputs ({needed}), got {len(inputs)}")
+            arrays = iter([_array(path) for path in inputs])
+            # An input that is no tensor has one value that it may have.
+            given = [next(arrays) if port.kind == "Tensor" else port.value for port in program.inputs(name)]
+            return tuple(np.asarray(result) for result in program.run(*given, method=name))
+    except XnnfastError as error:
+        message = str(error)
+        raise CommandError(message if message.startswith(str(file)) else f"{file}: {message}") from error
 
 
 @app.command()
