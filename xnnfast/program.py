@@ -650,7 +650,8 @@ class Method:
                         nbytes += tensor.nbytes
                         written.add(index)
                     elif row.out_list and not isinstance(tensor, Tensor):
-                        raise FormatError(f"{where}: need a Tensor as value {index} in a TensorList, found {kinds(index)}")
+                        found = kinds(index)
+                        raise FormatError(f"{where}: need a Tensor as value {index} in a TensorList, found {found}")
                 if nbytes > self.file.limits.max_workspace:
                     raise LimitError(
                         f"{where}: the tensors up to here take {nbytes} bytes by the sizes that the program declares, "
@@ -1197,7 +1198,7 @@ class Method:
         return PlanReport(self.name, graphs, kernels, 0, 0, graphs, False, self.reason, tuple(map(str, steps)))
 
     def shortcut(self) -> tuple[Any, ...]:
-        """``Runtime.run`` and shapes and dtypes of its inputs, if it does all that a call of the method does; else ()."""
+        """``Runtime.run`` and shapes and dtypes of its inputs, if a call of the method does nothing else; else ()."""
         if self.is_dynamic and self.program.merge and not self.is_single:
             return ()
         routine = self.plain if self.is_dynamic or not self.program.merge or self.merged is None else self.merged[0]
