@@ -2,7 +2,8 @@
 
 The file is written field by field: the format needs no library for that. Images are channels first there, so that
 filters are laid out anew and an image that the graph takes channels last has to be given channels first. int8 stands as
-QuantizeLinear and DequantizeLinear around each operator, which the peers fuse. Axis 0 takes any batch.
+QuantizeLinear and DequantizeLinear around each operator, which the peers fuse; inside the graph as unsigned numbers,
+which they are faster with on x86. Axis 0 takes any batch.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from typing import Any
 import numpy as np
 from fold import folded
 
-FLOAT, INT8, INT32, INT64 = 1, 3, 6, 7
-ELEMENT = {np.dtype(np.float32): FLOAT, np.dtype(np.int8): INT8, np.dtype(np.int32): INT32, np.dtype(np.int64): INT64}
+ELEMENT = {
+    np.dtype(each): number
+    for each, number in ((np.float32, 1), (np.uint8, 2), (np.int8, 3), (np.int32, 6), (np.int64, 7))
+}
 OPSET = 20
 FIRST, LAST = (0, 3, 1, 2), (0, 2, 3, 1)
 
@@ -74,6 +77,7 @@ def described(name: str, element: int, shape: Sequence[Any]) -> bytes:
 class Writer:
     def __init__(self, graph: Any, fold: bool = True) -> None:
         self.graph = graph
+        self.fold = fold
         self.steps = folded(graph) if fold else list(graph.nodes)
         self.nodes: list[bytes] = []
         self.constants: dict[str, bytes] = {}
@@ -102,11 +106,14 @@ class Writer:
         self.constants[name] = tensor(name, array)
         return name
 
-    def scales(self, quantization: Any) -> tuple[str, str, dict[str, int]]:
+    def scales(self, value: Any) -> tuple[str, str, dict[str, int]]:
+        quantization = value.quantization
         if hasattr(quantization, "scales"):
             scales = np.asarray(quantization.scales, np.float32)
             return self.constant(scales), self.constant(np.zeros(scales.size, np.int8)), {"axis": quantization.axis}
-        zero = np.int8(quantization.zero_point)
+        zero: Any = np.int8(quantization.zero_point)
+        if value.constant is None and not value.is_external:
+            zero = np.uint8(quantization.zero_point + 128)
         return self.constant(np.float32(quantization.scale)), self.constant(zero), {}
 
     def real(self, id: int) -> str:
@@ -114,7 +121,7 @@ class Writer:
         value, name = self.graph.value(id), self.names[id]
         if value.quantization is None:
             return name
-        scale, zero, more = self.scales(value.quantization)
+        scale, zero, more = self.scales(value)
         return self.node("DequantizeLinear", [name, scale, zero], **more)
 
     def fixed(self, id: int, array: Any) -> str:
@@ -131,17 +138,25 @@ class Writer:
                 [name, self.constant(scales.astype(np.float32))],
                 **({"axis": 0} if scales.ndim else {}),
             )
-        scale, zero, more = self.scales(value.quantization)
+        scale, zero, more = self.scales(value)
         if more:
             # A depthwise filter has its channels last, here first.
             more = {"axis": 0 if axis == 3 else axis}
         return self.node("DequantizeLinear", [name, scale, zero], **more)
 
-    def store(self, id: int, real: str, image: bool) -> None:
+    def store(self, id: int, real: str, image: bool, clamp: Any = None) -> None:
         value = self.graph.value(id)
+        if value.quantization is None or not self.fold:
+            real, clamp = self.limits(real, clamp), None
         if value.quantization is not None:
-            scale, zero, more = self.scales(value.quantization)
+            scale, zero, more = self.scales(value)
             real = self.node("QuantizeLinear", [real, scale, zero], **more)
+            if clamp is not None:
+                # On the stored numbers: between products and their rounding, limits would keep a layer in fp32.
+                offset, kind = (0, np.int8) if value.is_external else (128, np.uint8)
+                stored = np.rint(np.asarray(clamp) / value.quantization.scale) + value.quantization.zero_point
+                low, high = (np.clip(stored, -128, 127) + offset).astype(kind)
+                real = self.node("Clip", [real, self.constant(low), self.constant(high)])
         self.names[id] = real
         if image:
             self.images.add(id)
@@ -189,7 +204,7 @@ class Writer:
             strides=[int(attrs["subsampling_height"]), int(attrs["subsampling_width"])],
             dilations=[int(attrs["dilation_height"]), int(attrs["dilation_width"])], **self.window(attrs),
         )  # fmt: skip
-        self.store(out, self.limits(result, node.clamp), True)
+        self.store(out, result, True, node.clamp)
 
     depthwise_conv2d = conv2d
 
@@ -199,7 +214,7 @@ class Writer:
             "MaxPool", [self.real(ins[0])], kernel_shape=[int(attrs["pooling_height"]), int(attrs["pooling_width"])],
             strides=[int(attrs["stride_height"]), int(attrs["stride_width"])], **self.window(attrs),
         )  # fmt: skip
-        self.store(out, self.limits(result, node.clamp), True)
+        self.store(out, result, True, node.clamp)
 
     def global_average_pooling2d(self, node: Any, ins: list[int], out: int) -> None:
         shape, image = self.graph.value(out).shape, ins[0] in self.images
@@ -223,12 +238,12 @@ class Writer:
             result = self.node("MatMul", [self.real(ins[0]), self.constant(np.ascontiguousarray(weights.T))])
             if bias:
                 result = self.node("Add", [result, *bias])
-        self.store(out, self.limits(result, node.clamp), False)
+        self.store(out, result, False, node.clamp)
 
     def binary(self, op: str, node: Any, ins: list[int], out: int) -> None:
         image = any(id in self.images for id in ins)
         result = self.node(op, [self.operand(id, image) for id in ins])
-        self.store(out, self.limits(result, node.clamp), image)
+        self.store(out, result, image, node.clamp)
 
     def add(self, *args: Any) -> None:
         self.binary("Add", *args)
@@ -259,24 +274,34 @@ class Writer:
             raise Unknown(f"{node.where}: dynamic quantization")
         self.unary(self.real(ins[0]), ins, out)
 
+    def same(self, id: int, out: int, name: str) -> None:
+        """A value that is another one, but for where it lies; outside the graph numbers are signed."""
+        one, other = self.graph.value(id), self.graph.value(out)
+        if one.quantization is not None and one.is_external != other.is_external:
+            scale, zero, more = self.scales(one)
+            real = self.node("DequantizeLinear", [name, scale, zero], **more)
+            scale, zero, more = self.scales(other)
+            name = self.node("QuantizeLinear", [real, scale, zero], **more)
+        self.names[out] = name
+
     def static_transpose(self, node: Any, ins: list[int], out: int) -> None:
         perm = tuple(node.attrs["perm"])
         image = ins[0] in self.images
         if (perm == LAST and not image) or (perm == FIRST and image):
             # The same bytes by another name.
-            self.names[out] = self.names[ins[0]]
+            self.same(ins[0], out, self.names[ins[0]])
             if perm == LAST:
                 self.images.add(out)
             return
         if image:
             raise Unknown(f"{node.where}: an image transposed by {perm}")
-        self.names[out] = self.node("Transpose", [self.names[ins[0]]], perm=perm)
+        self.same(ins[0], out, self.node("Transpose", [self.names[ins[0]]], perm=perm))
 
     def static_reshape(self, node: Any, ins: list[int], out: int) -> None:
         if ins[0] in self.images and max(self.graph.value(ins[0]).shape[1:3]) > 1:
             raise Unknown(f"{node.where}: an image reshaped")
         shape = [-1, *self.graph.value(out).shape[1:]]
-        self.names[out] = self.node("Reshape", [self.names[ins[0]], self.constant(np.int64(shape))])
+        self.same(ins[0], out, self.node("Reshape", [self.names[ins[0]], self.constant(np.int64(shape))]))
 
     def scaled_dot_product_attention(self, node: Any, ins: list[int], out: int) -> None:
         query, key, value = (self.real(id) for id in ins[:3])

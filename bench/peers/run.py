@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -346,7 +347,7 @@ def report(rows: list[dict[str, Any]], peers: list[str], options: argparse.Names
     pin = next(each for each in xnnfast.config()["pin"] if each["name"] == "xnnpack")
     # Where the programs lie is this machine's business.
     words = [word for word in sys.argv[1:] if word != "--write"]
-    shown = " ".join("DIR" if i and words[i - 1] == "--shared" else word for i, word in enumerate(words))
+    shown = shlex.join("DIR" if i and words[i - 1] == "--shared" else word for i, word in enumerate(words))
     return "\n".join(
         [
             START,
