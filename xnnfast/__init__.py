@@ -31,6 +31,7 @@ _HOME = {
             "GraphError",
             "LimitError",
             "NotFiniteError",
+            "OperatorError",
             "OverlapError",
             "ShapeError",
             "UnsupportedError",
@@ -40,7 +41,10 @@ _HOME = {
         ),
         "errors",
     ),
+    **dict.fromkeys(("Executor",), "executor"),
+    **dict.fromkeys(("Limits",), "caps"),
     **dict.fromkeys(("Program",), "program"),
+    **dict.fromkeys(("WeightsCache",), "weights_cache"),
     **dict.fromkeys(("PerBlock", "PerChannel", "PerTensor", "PerToken", "dequantize", "quantize"), "quantization"),
 }
 _MODULES = ("doctor", "reference")
@@ -52,6 +56,7 @@ if TYPE_CHECKING:
     from ._graph import Constant, Graph, Node, Value
     from ._runtime import Runtime, empty
     from .builder import GraphBuilder
+    from .caps import Limits
     from .configuration import __version__, config
     from .errors import (
         AlignmentError,
@@ -63,6 +68,7 @@ if TYPE_CHECKING:
         GraphError,
         LimitError,
         NotFiniteError,
+        OperatorError,
         OverlapError,
         ShapeError,
         UnsupportedError,
@@ -70,8 +76,10 @@ if TYPE_CHECKING:
         XnnpackError,
         XnnpackMemoryError,
     )
+    from .executor import Executor
     from .program import Program
     from .quantization import PerBlock, PerChannel, PerTensor, PerToken, dequantize, quantize
+    from .weights_cache import WeightsCache
 
 
 def __getattr__(name: str) -> Any:
