@@ -8,6 +8,8 @@ VENV ?= .venv
 OUT ?= out
 TESTS ?= tests
 PYTEST_FLAGS ?=
+FUZZ_SECONDS ?= 600
+FUZZ_SEEDS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
@@ -15,10 +17,12 @@ SOURCES := pyproject.toml setup.py MANIFEST.in README.md LICENSE $(shell find xn
 	\( -name '*.py' -o -name '*.pyx' -o -name '*.pxd' -o -name '*.fbs' -o -name '*.h' -o -name PIN -o -name py.typed \
 	-o -name '_*.pyi' \) -not -path '*/_generated/*')
 
-.PHONY: help run test lint wheel clean bench-gate
+.PHONY: help run test fuzz sanitize lint wheel clean bench-gate
 help:
 	@echo 'make run    train a classifier of handwritten digits, run it from its graph file ($(OUT)/digits.xnn)'
 	@echo 'make test   run all tests; TESTS=tests/test_cli.py and PYTEST_FLAGS="-k add -x" choose'
+	@echo 'make fuzz   search for files that do harm for FUZZ_SECONDS=600; FUZZ_SEEDS=folder adds good files to begin with'
+	@echo 'make sanitize  run all tests with sanitizers in our modules (gcc or clang with their runtime libraries)'
 	@echo 'make bench-gate  measure ratios against recorded bounds, for information'
 	@echo 'make lint   check style and types'
 	@echo 'make wheel  build a wheel into dist/'
@@ -32,6 +36,19 @@ run: $(VENV)/.run
 test: $(VENV)/.test
 	cd $(VENV) && XNNFAST_TEST_INSTALLED=1 bin/pytest -c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) $(PYTEST_FLAGS) \
 		$(addprefix $(CURDIR)/,$(TESTS))
+
+fuzz: $(VENV)/.fuzz
+	cd $(VENV) && bin/python $(CURDIR)/fuzz/run.py $(FUZZ_SECONDS) $(abspath $(FUZZ_SEEDS)) --keep fuzz
+
+# XNNPACK stays as it is: its kernels read past the end by contract, and it is not ours to check. Signals stay those of
+# the system, because tests wait for them.
+SANITIZERS := address,undefined
+sanitize: $(VENV)/.test
+	XNNFAST_SANITIZE=$(SANITIZERS) $(BIN)/python setup.py --quiet build --build-base build/sanitize
+	cd $(VENV) && XNNFAST_SANITIZE=$(SANITIZERS) PYTHONMALLOC=malloc PYTHONPATH=$$(echo $(CURDIR)/build/sanitize/lib.*) \
+		LD_PRELOAD="$$($${CC:-cc} -print-file-name=libasan.so) $$($${CC:-cc} -print-file-name=libubsan.so)" \
+		ASAN_OPTIONS=detect_leaks=0:handle_segv=0:handle_sigbus=0:handle_abort=0 UBSAN_OPTIONS=print_stacktrace=1 \
+		bin/pytest -c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) $(PYTEST_FLAGS) $(addprefix $(CURDIR)/,$(TESTS))
 
 # Never fails for a figure: machines are too different, and too busy.
 bench-gate: $(VENV)/.test
@@ -66,6 +83,11 @@ $(VENV)/.test: EXTRAS := cli,example,test
 $(VENV)/.run $(VENV)/.test: $(VENV)/.tools $(SOURCES)
 	if test -d build; then find build -path 'build/lib*' -type f -not -name '*.so' -delete; fi
 	$(PIP) install --no-build-isolation '.[$(EXTRAS)]'
+	touch $@
+
+# Atheris has wheels for some versions of Python only; without it the other search gets all the time.
+$(VENV)/.fuzz: $(VENV)/.test
+	$(PIP) install 'atheris>=2.3' || echo 'Atheris can not be installed here' >&2
 	touch $@
 
 $(VENV)/.lint: $(VENV)/.tools
