@@ -1,4 +1,4 @@
-"""Both searches one after the other for a set time: ``python fuzz/run.py SECONDS [FOLDER...]``; what ``make fuzz`` calls.
+"""Both searches one after the other for a set time: ``python fuzz/run.py SECONDS [FOLDER...]``.
 
 Each gets half of the time and a seed that is printed. Folders hold more seeds: good files of any container. Where
 Atheris can't be had, all the time goes to the search that needs nothing.
