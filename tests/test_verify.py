@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import struct
 import time
 
@@ -374,11 +375,28 @@ def test_blow_up_by_sharing_stops_at_the_limit():
     null = len(data)
     struct.pack_into("<I", data, union, null - union)
     data += struct.pack("<i", -4) + struct.pack("<HH", 4, 4)
-    start = time.perf_counter()
-    with pytest.raises(LimitError, match="at most 1000000 tables"):
-        verify(bytes(data), "program")
-    assert time.perf_counter() - start < 1
     assert len(data) < 200_000
+    start = time.perf_counter()
+    with pytest.raises(LimitError, match=r"referred to, found more - at Program\.execution_plan\[\d+\].*max_shared"):
+        verify(bytes(data), "program")
+    with pytest.raises(LimitError, match="at most 1000000 tables"):
+        verify(bytes(data), "program", max_shared=1 << 40)
+    assert time.perf_counter() - start < 1
+
+
+def test_bytes_count_as_often_as_they_are_referred_to():
+    data = (pathlib.Path(__file__).parent / "hostile/plan-referred-to-often.pte").read_bytes()
+    # A thousand times 16 KB.
+    with pytest.raises(LimitError, match=r"need at most 1089056 bytes .* in 20240 bytes of flatbuffer.*max_shared"):
+        verify(data, "program")
+    assert len(verify(data, "program", max_shared=1 << 25).root.get("execution_plan")) == 1000
+    with pytest.raises(LimitError, match="max_shared"):
+        load(data)
+
+
+@pytest.mark.parametrize("make", [files.bare, files.seed, files.inline, files.program])
+def test_files_that_share_nothing_need_no_room_for_it(make):
+    assert len(load(make(), limits=Limits(max_shared=0)).nodes) == 1
 
 
 def test_flatbuffer_of_two_gibibytes_is_refused(tmp_path):
