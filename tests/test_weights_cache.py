@@ -723,7 +723,7 @@ def test_a_seal_spares_the_checksums(folder, settled, monkeypatch):
     agree(lambda: dense().graph(), folder, ["hit"])
     assert reads == []
     (path,) = cached(folder)
-    seal = cache.seal_path(path)
+    seal = Path(cache.seal_path(path))
     good = seal.read_bytes()
     for bad in (b"", b"None", b"(1, 2)", b"9" * 600, good[:-1], good + b" "):
         seal.write_bytes(bad)
@@ -1062,7 +1062,7 @@ def test_sweep_removes_what_nobody_needs(folder):
     cache.sweep(folder)
     assert [each for each in old if each.exists()] == []
     assert [each for each in kept if not each.exists()] == []
-    assert [each.path for each in cache.clear(folder)] == [path]
+    assert [each.path for each in cache.clear(folder)] == [str(path)]
     assert sorted(each.name for each in folder.iterdir()) == [".other", "known", "notes.txt"]
 
 
@@ -1157,7 +1157,7 @@ def test_every_kind_of_damage(tmp_path):
     for name, data in trials.foreign.items():
         assert trials.trial(data, rng) == "saved", name
     # Under a seal that was once right.
-    (seal,) = [cache.seal_path(path) for path in cached(trials.folder)]
+    (seal,) = [Path(cache.seal_path(path)) for path in cached(trials.folder)]
     for data in (trials.swap_data(rng), trials.flip_packed(rng)):
         trials.trial(trials.own, rng)
         stamp = cache.file_stamp(os.stat(trials.path))

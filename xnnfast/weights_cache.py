@@ -33,7 +33,6 @@ import stat
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ._graph import address_of
@@ -82,6 +81,7 @@ KEEP_TIMES = frozenset((
 LEFTOVER = 3600.0
 FORGET = 90 * 86400.0
 
+Location = str | os.PathLike[str]
 Stamp = tuple[int, int, int, int, int]
 #: seed, looked up, addresses of kernel and bias, packed bytes: what the runtime hands over, in its order.
 Packed = tuple[int, bool, int, int, memoryview]
@@ -178,7 +178,7 @@ class WeightsCache:
     """
 
     def __init__(self, where: bool | str | os.PathLike[str] = True) -> None:
-        self.file: Path | None = None
+        self.file: str | None = None
         self.limit = limit()
         if where is True:
             self.folder = default_folder()
@@ -186,14 +186,13 @@ class WeightsCache:
         text = os.fspath(where) if isinstance(where, (str, os.PathLike)) else where
         if not isinstance(text, str) or not text or "\0" in text:
             raise ArgumentError(f"weights_cache: need True, a folder or a file, got {where!r}")
-        path = Path(text)
-        if os.path.isdir(text) or text.endswith(os.sep) or not (path.suffix or os.path.isfile(text)):
-            self.folder = path
+        if os.path.isdir(text) or text.endswith(os.sep) or not (os.path.splitext(text)[1] or os.path.isfile(text)):
+            self.folder = text
         else:
-            self.folder, self.file = path.parent, path
+            self.folder, self.file = os.path.dirname(text) or os.curdir, text
 
     def __repr__(self) -> str:
-        return f"WeightsCache({os.fspath(self.file or self.folder)!r})"
+        return f"WeightsCache({self.file or self.folder!r})"
 
     # -- use -------------------------------------------------------------------------------------------
 
@@ -205,11 +204,12 @@ class WeightsCache:
         content, read = self._content(plan)
         return Identity(plan, content, read)
 
-    def path(self, identity: Identity) -> Path:
+    def path(self, identity: Identity) -> str:
         """The file for a graph."""
         if self.file is not None:
             return self.file
-        return self.folder / f"{hashlib.sha256(identity.plan.structure + identity.content).hexdigest()[:40]}{SUFFIX}"
+        name = hashlib.sha256(identity.plan.structure + identity.content).hexdigest()[:40]
+        return os.path.join(self.folder, f"{name}{SUFFIX}")
 
     def open(self, identity: Identity) -> tuple[Payload, list[Entry]] | None:
         """The mapped file and its entries; None when there is no usable file."""
@@ -253,7 +253,7 @@ class WeightsCache:
             if self.file is None:
                 evict(self.folder, self.limit, keep=path)
             else:
-                sweep(self.folder, f".{path.name}.")
+                sweep(self.folder, f".{os.path.basename(path)}.")
         except OSError as error:
             return f"{error.strerror or error}: {error.filename or path}"
         return None
@@ -270,10 +270,10 @@ class WeightsCache:
     # -- the folder ------------------------------------------------------------------------------------
 
     def _make_folder(self) -> None:
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.makedirs(self.folder, 0o700, exist_ok=True)
         refusal = self._refusal()
         if refusal is not None:
-            raise PermissionError(errno.EPERM, refusal, str(self.folder))
+            raise PermissionError(errno.EPERM, refusal, self.folder)
 
     def _refusal(self) -> str | None:
         """Why files of this folder can't be trusted; a folder that is not there has none."""
@@ -302,7 +302,7 @@ class WeightsCache:
         if all(at_rest(owner, now) and unchanged(owner) for owner in plan.owners):
             with contextlib.suppress(OSError):
                 self._make_folder()
-                path.parent.mkdir(mode=0o700, exist_ok=True)
+                os.makedirs(os.path.dirname(path) or os.curdir, 0o700, exist_ok=True)
                 write_small(path, f"{key} {content.hex()}".encode())
         return content, True
 
@@ -323,10 +323,8 @@ class WeightsCache:
                 where.append(bytes(constant.data))
         return hashlib.sha256(marshal.dumps(where, 2)).hexdigest()
 
-    def _known(self, key: str) -> Path:
-        if self.file is not None:
-            return self.file.with_name(f"{self.file.name}.{KNOWN}")
-        return self.folder / KNOWN / key[:40]
+    def _known(self, key: str) -> str:
+        return f"{self.file}.{KNOWN}" if self.file is not None else os.path.join(self.folder, KNOWN, key[:40])
 
 
 # ---- identity
@@ -439,11 +437,11 @@ def unescaped(text: str) -> str:
 # ---- files
 
 
-def default_folder() -> Path:
+def default_folder() -> str:
     """The user's cache folder for packed weights."""
     override = os.environ.get(ENV_FOLDER)
     if override:
-        return Path(override)
+        return override
     try:
         import platformdirs
     except ImportError:
@@ -451,7 +449,7 @@ def default_folder() -> Path:
             f"weights_cache=True needs the platformdirs package (install xnnfast[cache]), or {ENV_FOLDER}, or a folder "
             "in its place"
         ) from None
-    return Path(platformdirs.user_cache_dir("xnnfast", appauthor=False)) / "weights"
+    return os.path.join(platformdirs.user_cache_dir("xnnfast", appauthor=False), "weights")
 
 
 def limit() -> int:
@@ -464,7 +462,7 @@ def limit() -> int:
     return int(text)
 
 
-def refusal(folder: Path, *, for_file: bool = False) -> str | None:
+def refusal(folder: Location, *, for_file: bool = False) -> str | None:
     """Why files of a folder can't be trusted, None if they can or there is no such folder.
 
     Whoever may write to a folder can put other files in the place of ours. A single file may also lie in a
@@ -484,7 +482,7 @@ def own_file(status: os.stat_result) -> bool:
     return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022
 
 
-def keep_off(path: Path) -> str | None:
+def keep_off(path: str) -> str | None:
     """Why whatever a user's path names must stay there; None if there is nothing, or a cache file."""
     try:
         status = os.lstat(path)
@@ -492,12 +490,12 @@ def keep_off(path: Path) -> str | None:
         return None
     if not own_file(status):
         return f"{path} is not a regular file that its owner alone can write"
-    if status.st_size and path.suffix != SUFFIX and read_start(path, len(MAGIC)) != MAGIC:
+    if status.st_size and not path.endswith(SUFFIX) and read_start(path, len(MAGIC)) != MAGIC:
         return f"{path} is there and is no cache file"
     return None
 
 
-def read_start(path: Path, count: int) -> bytes | None:
+def read_start(path: Location, count: int) -> bytes | None:
     """The first bytes of a file of our own; None when it is missing or foreign."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -511,19 +509,19 @@ def read_start(path: Path, count: int) -> bytes | None:
         os.close(fd)
 
 
-def read_small(path: Path, most: int) -> bytes | None:
+def read_small(path: Location, most: int) -> bytes | None:
     """A small file of our own; None when it is missing, foreign or too large."""
     data = read_start(path, most + 1)
     return data if data is not None and len(data) <= most else None
 
 
 @contextlib.contextmanager
-def replacing(path: Path, *, sync: bool = True) -> Iterator[Any]:
+def replacing(path: str, *, sync: bool = True) -> Iterator[Any]:
     """A file that appears under its name when it is whole, and not at all otherwise."""
     # Here, as json below: a process that finds its weights should not wait for what it does not use.
     import tempfile
 
-    fd, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    fd, name = tempfile.mkstemp(prefix=f".{os.path.basename(path)}.", dir=os.path.dirname(path) or os.curdir)
     try:
         with os.fdopen(fd, "wb") as file:
             yield file
@@ -537,13 +535,13 @@ def replacing(path: Path, *, sync: bool = True) -> Iterator[Any]:
         raise
 
 
-def write_small(path: Path, data: bytes) -> None:
+def write_small(path: str, data: bytes) -> None:
     # If the machine stops now, the file may be empty afterwards: then it says nothing.
     with replacing(path, sync=False) as file:
         file.write(data)
 
 
-def recall(path: Path, key: str) -> bytes | None:
+def recall(path: Location, key: str) -> bytes | None:
     """The digest that was remembered under a key."""
     found = read_small(path, 256)
     if found is None:
@@ -556,11 +554,11 @@ def recall(path: Path, key: str) -> bytes | None:
     return None
 
 
-def seal_path(path: Path) -> Path:
-    return path.with_name(path.name + SEAL)
+def seal_path(path: Location) -> str:
+    return os.fspath(path) + SEAL
 
 
-def touch(seal: Path) -> None:
+def touch(seal: str) -> None:
     # The time of last use lives on the seal: a new time on the file itself would break the seal.
     with contextlib.suppress(OSError):
         if time.time() - os.lstat(seal).st_mtime > 60:
@@ -597,7 +595,7 @@ def entry_digest(identity: bytes, place: int, entry: bytes) -> Any:
     return hashlib.sha256(identity + struct.pack("<Q", place) + entry)
 
 
-def write_file(path: Path, identity: Identity, packed: Sequence[Packed]) -> None:
+def write_file(path: str, identity: Identity, packed: Sequence[Packed]) -> None:
     """Write a cache file; it appears under its name when it is whole."""
     plan = identity.plan
     both = plan.structure + identity.content
@@ -686,7 +684,7 @@ def bad_entry(view: memoryview, front: Front) -> int | None:
     return None
 
 
-def open_fitting(path: Path, identity: Identity) -> tuple[Payload, Front] | None:
+def open_fitting(path: Location, identity: Identity) -> tuple[Payload, Front] | None:
     """The file mapped, if it is ours and says that it is for exactly this graph."""
     try:
         status = os.lstat(path)
@@ -712,7 +710,7 @@ def open_fitting(path: Path, identity: Identity) -> tuple[Payload, Front] | None
     return payload, front
 
 
-def open_checked(path: Path, identity: Identity) -> tuple[Payload, list[Entry]] | None:
+def open_checked(path: Location, identity: Identity) -> tuple[Payload, list[Entry]] | None:
     """The file mapped, if it is ours, whole, and for exactly this graph."""
     opened = open_fitting(path, identity)
     if opened is None:
@@ -729,7 +727,7 @@ def open_checked(path: Path, identity: Identity) -> tuple[Payload, list[Entry]] 
     return payload, front.entries
 
 
-def sealed(path: Path, payload: Payload) -> bool:
+def sealed(path: Location, payload: Payload) -> bool:
     """Whether this very file, unwritten since, was verified before."""
     return read_small(seal_path(path), 512) == repr(payload.identity).encode()
 
@@ -750,13 +748,13 @@ def intact(payload: Payload) -> bool:
 class CacheFile(NamedTuple):
     """One file of a cache folder."""
 
-    path: Path
+    path: str
     nbytes: int
     #: Seconds since the epoch.
     last_used: float
 
 
-def files(folder: Path) -> list[CacheFile]:
+def files(folder: Location) -> list[CacheFile]:
     """The cache files of a folder, least recently used first."""
     found = []
     for entry in scan(folder):
@@ -766,11 +764,11 @@ def files(folder: Path) -> list[CacheFile]:
                 used = status.st_mtime
                 with contextlib.suppress(OSError):
                     used = max(used, os.lstat(entry.path + SEAL).st_mtime)
-                found.append(CacheFile(Path(entry.path), status.st_size, used))
+                found.append(CacheFile(entry.path, status.st_size, used))
     return sorted(found, key=lambda each: (each.last_used, each.path))
 
 
-def scan(folder: Path) -> list[os.DirEntry[str]]:
+def scan(folder: Location) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(folder) as entries:
             return list(entries)
@@ -782,10 +780,12 @@ def remove(file: CacheFile) -> None:
     """Unlink a cache file; processes that have it mapped keep what they have."""
     for path in (file.path, seal_path(file.path)):
         with contextlib.suppress(FileNotFoundError):
-            path.unlink()
+            os.unlink(path)
 
 
-def evict(folder: Path, most: int, *, keep: Path | None = None, unused_since: float | None = None) -> list[CacheFile]:
+def evict(
+    folder: Location, most: int, *, keep: str | None = None, unused_since: float | None = None
+) -> list[CacheFile]:
     """Remove least recently used files until at most that many bytes are left, and leftovers of killed writers.
 
     ``keep`` stays in any case: it was just made for someone. Files not used since ``unused_since`` go too.
@@ -804,7 +804,7 @@ def evict(folder: Path, most: int, *, keep: Path | None = None, unused_since: fl
     return gone
 
 
-def sweep(folder: Path, prefix: str | None = None, older_than: float = LEFTOVER) -> None:
+def sweep(folder: Location, prefix: str | None = None, older_than: float = LEFTOVER) -> None:
     """Remove what a killed process left, seals of files that are gone, and what is known of forgotten models."""
     now = time.time()
 
@@ -822,12 +822,12 @@ def sweep(folder: Path, prefix: str | None = None, older_than: float = LEFTOVER)
     names = {entry.name for entry in present}
     unlink(present, lambda name: name.startswith(".") and SUFFIX in name, older_than)
     unlink(present, lambda name: name.endswith(SUFFIX + SEAL) and name[: -len(SEAL)] not in names, older_than)
-    known = scan(folder / KNOWN)
+    known = scan(os.path.join(folder, KNOWN))
     unlink(known, lambda name: name.startswith("."), older_than)
     unlink(known, lambda name: True, min(FORGET, older_than) if older_than < 0 else FORGET)
 
 
-def clear(folder: Path) -> list[CacheFile]:
+def clear(folder: Location) -> list[CacheFile]:
     """Remove every file of the cache."""
     present = files(folder)
     for file in present:
@@ -836,7 +836,7 @@ def clear(folder: Path) -> list[CacheFile]:
     return present
 
 
-def look(path: Path) -> tuple[Front | None, int | None, str | None]:
+def look(path: Location) -> tuple[Front | None, int | None, str | None]:
     """(front, first bad entry, what is wrong) of a file, whichever graph it is for."""
     try:
         if not own_file(os.lstat(path)):
@@ -851,12 +851,12 @@ def look(path: Path) -> tuple[Front | None, int | None, str | None]:
     return front, bad, None if bad is None else f"the packed bytes of entry {bad} are damaged"
 
 
-def verify(path: Path) -> str | None:
+def verify(path: Location) -> str | None:
     """None if the file is whole, else what is wrong with it; OSError if it can't be read."""
     return look(path)[2]
 
 
-def described(path: Path) -> dict[str, Any] | None:
+def described(path: Location) -> dict[str, Any] | None:
     """What a cache file says about itself, None if it can't be read. The packed bytes are not looked at."""
     import json
 

@@ -27,16 +27,16 @@ Folder = Annotated[
 ]
 
 
-def _folder(given: Path | None) -> Path:
+def _folder(given: Path | None) -> str:
     if given is None:
         return weights_cache.default_folder()
     if not given.is_dir():
         raise CommandError(f"{given}: need a folder")
-    return given
+    return str(given)
 
 
 def _facts(file: weights_cache.CacheFile) -> dict[str, Any]:
-    facts: dict[str, Any] = {"path": str(file.path), "bytes": file.nbytes, "last_used": _time(file.last_used)}
+    facts: dict[str, Any] = {"path": file.path, "bytes": file.nbytes, "last_used": _time(file.last_used)}
     facts.update(weights_cache.described(file.path) or {"entries": None})
     return facts
 
@@ -51,11 +51,11 @@ def _row(facts: dict[str, Any]) -> str:
     return f"{size(facts['bytes']):>12s}  {facts['last_used']}  {os.path.basename(facts['path'])}  {weights}{source}"
 
 
-def _print(folder: Path, files: list[weights_cache.CacheFile], as_json: bool, done: str) -> None:
-    rows = [_facts(file) if not done else {"path": str(file.path), "bytes": file.nbytes} for file in files]
+def _print(folder: str, files: list[weights_cache.CacheFile], as_json: bool, done: str) -> None:
+    rows = [_facts(file) if not done else {"path": file.path, "bytes": file.nbytes} for file in files]
     total = sum(file.nbytes for file in files)
     if as_json:
-        _print_json({"folder": str(folder), "bytes": total, "files": rows})
+        _print_json({"folder": folder, "bytes": total, "files": rows})
         return
     count = f"{len(files)} file{'' if len(files) == 1 else 's'}"
     if done:
@@ -116,7 +116,7 @@ def verify(
             continue
         except OSError as error:
             wrong = error.strerror or str(error)
-        rows.append({"path": str(file.path), "wrong": wrong})
+        rows.append({"path": file.path, "wrong": wrong})
         if wrong is not None:
             status = BAD
             if remove:
@@ -125,5 +125,5 @@ def verify(
             words = "good" if wrong is None else f"bad: {wrong}{', removed' if remove else ''}"
             print(f"{file.path}: {words}")
     if as_json:
-        _print_json({"folder": str(place), "files": rows})
+        _print_json({"folder": place, "files": rows})
     return status
