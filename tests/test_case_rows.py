@@ -20,7 +20,7 @@ def table():
     return {row: re.findall(r"`([^`]+)`", cell) for row, cell in rows}
 
 
-def tests():
+def known_tests():
     """All tests, as file::name."""
     return [
         f"{path.name}::{name}"
@@ -30,7 +30,7 @@ def tests():
 
 
 def test_every_test_of_the_table_exists():
-    known = tests()
+    known = known_tests()
     for row, patterns in table().items():
         assert patterns, row
         for pattern in patterns:
@@ -39,7 +39,7 @@ def test_every_test_of_the_table_exists():
 
 def test_every_test_that_is_named_after_a_row_is_listed():
     rows = table()
-    for test in tests():
+    for test in known_tests():
         found = re.search(r"::test_([A-P]\d+)_", test)
         if found:
             assert any(fnmatch.fnmatch(test, pattern) for pattern in rows[found[1]]), test
