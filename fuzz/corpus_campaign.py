@@ -86,21 +86,28 @@ def main(arguments: list[str] | None = None) -> int:
         campaign.choose(given.slice, given.seed)
     begin = last = time.monotonic()
 
+    saved: list[int] = []
+
+    def show(report: harness.Report) -> None:
+        for case, what in report.findings[len(saved) :]:
+            saved.append(case)
+            print(f"{campaign.name(case)}: {what}", flush=True)
+            if given.save is not None:
+                given.save.mkdir(parents=True, exist_ok=True)
+                number, at, word = campaign.cases[case]
+                path = paths[number]
+                name = f"{path.parent.name}-{path.stem}-{at}-{'cut' if word is None else f'{word:x}'}{path.suffix}"
+                (given.save / name).write_bytes(broken(path.read_bytes(), at, word))
+
     def tell(report: harness.Report, at: int) -> None:
         nonlocal last
+        show(report)
         if time.monotonic() - last > 60:
             last = time.monotonic()
             print(f"{at} of {len(campaign.cases)}, {len(report.findings)} findings, {last - begin:.0f} s", flush=True)
 
     report = harness.isolated(campaign, start=given.start, hang=given.hang, tell=tell)
-    for case, what in report.findings:
-        print(f"{campaign.name(case)}: {what}")
-        if given.save is not None:
-            given.save.mkdir(parents=True, exist_ok=True)
-            number, at, word = campaign.cases[case]
-            path = paths[number]
-            name = f"{path.parent.name}-{path.stem}-{at}-{'cut' if word is None else f'{word:x}'}{path.suffix}"
-            (given.save / name).write_bytes(broken(path.read_bytes(), at, word))
+    show(report)
     summary = {
         "files": len(paths),
         "cases": len(campaign.cases),

@@ -41,22 +41,30 @@ def main(arguments: list[str] | None = None) -> int:
             yield mutator.case(number)
             number += 1
 
+    shown: set[str] = set()
+
+    def show(report: harness.Report) -> None:
+        for case, what in report.findings[len(saved) :]:
+            saved.append(case)
+            if given.save is not None:
+                given.save.mkdir(parents=True, exist_ok=True)
+                (given.save / f"{given.seed}-{case}").write_bytes(mutator.case(case))
+            kind = what.strip().split("\n")[-1]
+            if kind not in shown:
+                print(f"case {case}: {what}", flush=True)
+            shown.add(kind)
+
+    saved: list[int] = []
+
     def tell(report: harness.Report, at: int) -> None:
         nonlocal last
+        show(report)
         if time.monotonic() - last > 60:
             last = time.monotonic()
             print(f"{report.executions} executions, {len(report.findings)} findings, {last - begin:.0f} s", flush=True)
 
     report = harness.isolated(cases, run=not given.no_run, start=given.start, stop=stop, hang=given.hang, tell=tell)
-    shown: set[str] = set()
-    for case, what in report.findings:
-        last_line = what.strip().split("\n")[-1]
-        if given.save is not None:
-            given.save.mkdir(parents=True, exist_ok=True)
-            (given.save / f"{given.seed}-{case}").write_bytes(mutator.case(case))
-        if last_line not in shown:
-            print(f"case {case}: {what}", flush=True)
-        shown.add(last_line)
+    show(report)
     summary = {
         "executions": report.executions,
         "seed": given.seed,
