@@ -66,6 +66,7 @@ def test_warm_up_goes_on_until_groups_agree(monkeypatch):
     slow = [9_000_000 - 100_000 * i for i in range(60)]
     clock = FakeClock([*slow, *[3_000_000] * 1000])
     monkeypatch.setattr(worker, "CLOCK", clock)
+    monkeypatch.setattr(worker, "WALL", clock)
     samples, inner, stable = worker.warm_up(clock.call, 10.0, 0.2, 500)
     assert stable and inner == 1
     assert samples[:3] == slow[3:6]
@@ -75,6 +76,7 @@ def test_warm_up_goes_on_until_groups_agree(monkeypatch):
 def test_warm_up_ends_at_its_limit(monkeypatch):
     clock = FakeClock(10_000_000 * (1 + i % 2) for i in range(10_000))
     monkeypatch.setattr(worker, "CLOCK", clock)
+    monkeypatch.setattr(worker, "WALL", clock)
     assert worker.warm_up(clock.call, 0.5, 0.2, 500)[2] is False
     assert clock.now < 1_000_000_000
 
@@ -82,6 +84,7 @@ def test_warm_up_ends_at_its_limit(monkeypatch):
 def test_calls_shorter_than_the_clock_are_measured_in_groups(monkeypatch):
     clock = FakeClock(1000 for _ in range(1_000_000))
     monkeypatch.setattr(worker, "CLOCK", clock)
+    monkeypatch.setattr(worker, "WALL", clock)
     _, inner, _ = worker.warm_up(clock.call, 1.0, 0.2, 500)
     assert inner * 1000 >= worker.MIN_SAMPLE_NS
     # No more samples than asked for in the window.
@@ -91,6 +94,7 @@ def test_calls_shorter_than_the_clock_are_measured_in_groups(monkeypatch):
 def test_sampling_takes_the_least_number_however_slow(monkeypatch):
     clock = FakeClock(1_000_000_000 for _ in range(100))
     monkeypatch.setattr(worker, "CLOCK", clock)
+    monkeypatch.setattr(worker, "WALL", clock)
     assert worker.sample(clock.call, 1, 0.15, 5, 500) == [1_000_000_000] * 5
 
 
@@ -120,6 +124,13 @@ def test_disturbances_are_found_by_kind(counts, word):
 def test_work_on_a_cpu_that_is_not_needed_disturbs_nothing():
     assert environment.disturbances(answer(busy=390_000_000), 1, 2) == {}
     assert list(environment.disturbances(answer(busy=390_000_000), 2, 2)) == ["others"]
+
+
+def test_cpu_time_is_not_disturbed_by_waiting():
+    made = answer(waited=100_000_000, involuntary=90, busy=590_000_000)
+    assert environment.disturbances(made, 1, 2, "cpu") == {}
+    made["spin"] = [100_000, 150_000]
+    assert list(environment.disturbances(made, 1, 2, "cpu")) == ["clock"]
 
 
 def test_a_change_of_the_clock_is_found():

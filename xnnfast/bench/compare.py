@@ -91,6 +91,8 @@ class Settings:
     metrics: tuple[str, ...] = ("latency", "load", "memory")
     tolerance: float | None = None
     cpus: list[int] | None = None
+    #: "wall", or "cpu": CPU time of the process, for machines that are never quiet.
+    clock: str = "wall"
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -264,9 +266,10 @@ def _round(pair: Pair, settings: Settings, allowed: int) -> bool:
                     warm_up=settings.warm_up,
                     most=settings.most,
                     cpus=settings.cpus,
+                    clock=settings.clock,
                 )
             )
-            found = disturbances(answer, pair.config.cpus, allowed)
+            found = disturbances(answer, pair.config.cpus, allowed, settings.clock)
             slow = slow_clock(answer, pair.spins[side][-15:])
             pair.spins[side].append(min(answer["spin"]))
             if slow is not None:

@@ -26,6 +26,7 @@ SPIN = 0.06
 SLOW_SPIN = 0.12
 #: CPUs that others may use of those that the measurement leaves free.
 SPARE = 0.3
+WAITS = frozenset(("others", "switches", "throttling", "waiting", "migrations"))
 #: Two ticks of the kernel's clock: what is below can't be told from nothing.
 TICKS_NS = 20_000_000
 
@@ -93,8 +94,11 @@ def advice(facts: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def disturbances(answer: Mapping[str, Any], needed: int, cpus: int) -> dict[str, str]:
-    """What disturbed a measurement that needs that many CPUs of those that it may use, by a word for its kind."""
+def disturbances(answer: Mapping[str, Any], needed: int, cpus: int, clock: str = "wall") -> dict[str, str]:
+    """What disturbed a measurement that needs that many CPUs of those that it may use, by a word for its kind.
+
+    With CPU time as the clock, waiting and whatever causes it is not a part of what was measured.
+    """
     found = _disturbances(answer["while"], needed, cpus)
     first, last = answer["spin"]
     if abs(math.log(last / first)) > SPIN:
@@ -103,7 +107,7 @@ def disturbances(answer: Mapping[str, Any], needed: int, cpus: int) -> dict[str,
         # Opening and warming up: the time to load counts too.
         for word, text in _disturbances(answer["opening"], needed, cpus).items():
             found[word] = f"while opening, {text}"
-    return found
+    return found if clock == "wall" else {word: text for word, text in found.items() if word not in WAITS}
 
 
 def _disturbances(counts: Mapping[str, int], needed: int, cpus: int) -> dict[str, str]:

@@ -167,6 +167,8 @@ def print_compare(facts: Facts, out: Console | None = None) -> None:
         out.print(f"not comparable: {reason}", style="magenta")
     for note in facts.get("notes", ()):
         out.print(f"note: {note}", style="yellow")
+    if facts.get("settings", {}).get("clock") == "cpu":
+        out.print("times are CPU time of the process: what waiting costs is not seen")
     for result in facts["results"]:
         disturbed = f", {result['disturbed']} disturbed ones thrown away" if result["disturbed"] else ""
         outputs = f"; outputs: {result['outputs']}" if result["outputs"] else ""

@@ -114,6 +114,13 @@ def bench(
         raise CommandError("nothing could be measured")
 
 
+class Clock(str, Enum):
+    """What times are taken with."""
+
+    wall = "wall"
+    cpu = "cpu"
+
+
 class Metric(str, Enum):
     """What is compared."""
 
@@ -140,6 +147,9 @@ def compare(
     ] = None,
     budget: Annotated[float, typer.Option(min=1.0, help="Most seconds.")] = 60.0,
     seconds: Annotated[float, typer.Option(min=0.0, help="Seconds of samples in each process.")] = 0.15,
+    clock: Annotated[
+        Clock, typer.Option(help="Wall time, or CPU time of the process where the machine is never quiet.")
+    ] = Clock.wall,
     tolerance: Annotated[
         float | None, typer.Option(min=0.0, help="Allowed difference of outputs, as a share of the largest number.")
     ] = None,
@@ -193,6 +203,7 @@ def compare(
                 seconds=seconds,
                 seed=seed,
                 tolerance=tolerance,
+                clock=clock.value,
                 cpus=_numbers(cpus, "--cpus", 0) or None,
                 metrics=tuple(each.value for each in metrics or list(Metric)),
             )
