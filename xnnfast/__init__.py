@@ -19,7 +19,6 @@ _HOME = {
     **dict.fromkeys(("Constant", "Graph", "Node", "Value"), "_graph"),
     **dict.fromkeys(("Runtime", "empty"), "_runtime"),
     **dict.fromkeys(("GraphBuilder",), "builder"),
-    **dict.fromkeys(("Limits",), "caps"),
     **dict.fromkeys(("__version__", "config"), "configuration"),
     **dict.fromkeys(
         (
@@ -57,7 +56,6 @@ if TYPE_CHECKING:
     from ._graph import Constant, Graph, Node, Value
     from ._runtime import Runtime, empty
     from .builder import GraphBuilder
-    from .caps import Limits
     from .caps import Limits
     from .configuration import __version__, config
     from .errors import (
