@@ -111,7 +111,7 @@ def one(kind: str, files: dict[str, Path], seed: int, budget: float, clock: str)
 def summary(rows: list[dict[str, Any]]) -> str:
     """The table of the note."""
     lines = [
-        "| comparison | runs | SAME | FASTER | SLOWER | AMBIGUOUS | INVALID | latency SLOWER | rounds | seconds | most |",
+        "| comparison | runs | SAME | FASTER | SLOWER | AMBIGUOUS | INVALID | latency | rounds | seconds | most |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for kind in dict.fromkeys(["same", "same, noise", *(f"{percent} % slower" for percent in SLOWDOWNS)]):
