@@ -1,6 +1,9 @@
 """The kernel self-test: all of this CPU's kernels agree with NumPy, and known faults would be found."""
 
 import json
+import os
+import subprocess
+import sys
 import time
 from typing import ClassVar
 
@@ -9,6 +12,7 @@ import pytest
 
 import xnnfast
 from xnnfast import Runtime, doctor
+from xnnfast._runtime import isa
 from xnnfast.cli import main
 from xnnfast.ops import OPS
 
@@ -159,6 +163,44 @@ def test_a_refusal_by_the_engine_is_a_finding(monkeypatch):
     monkeypatch.setattr(doctor, "Runtime", Refused)
     (result,) = doctor.run("softmax fp16")
     assert not result.ok and "unsupported_parameter" in result.failures[0]
+
+
+CAPPED = """
+import sys
+from xnnfast import doctor
+from xnnfast._runtime import isa
+results = doctor.run()
+wrong = [(result.family, result.failures) for result in results if not result.ok]
+assert not wrong, wrong
+assert isa()[-1] == sys.argv[1], isa()
+assert sum(result.checks for result in results) > 9000
+# XNNPACK has fp16 kernels from AVX2 on.
+assert all("fp16" in result.family for result in results if result.missing)
+assert sys.argv[1] not in ("avx2", "avx512skx") or not any(result.missing for result in results)
+"""
+
+
+@pytest.mark.parametrize("cap", ["sse4.1", "fma3", "avx2", "avx512skx"])
+def test_kernels_for_lesser_cpus_agree_too(cap, elsewhere):
+    if cap not in isa():
+        pytest.skip(f"this CPU has no {cap}")
+    done = subprocess.run(
+        [sys.executable, "-c", CAPPED, cap], capture_output=True, text=True, timeout=120,
+        env={**os.environ, "XNNFAST_ISA": cap},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_family_without_kernels_is_no_difference(monkeypatch, capsys):
+    class Lacking(Seen):
+        def run(self, *inputs):
+            raise xnnfast.XnnpackError("xnn_create_runtime_v4", 5)
+
+    monkeypatch.setattr(doctor, "Runtime", Lacking)
+    (result,) = doctor.run("softmax fp16")
+    assert result.missing and result.ok
+    assert command("--only", "softmax fp16") == 0
+    assert "no kernels for it" in capsys.readouterr().out
 
 
 # ---- the command

@@ -20,7 +20,7 @@ from . import reference
 from ._runtime import Runtime
 from .builder import GraphBuilder
 from .datatypes import DATATYPES
-from .errors import XnnfastError
+from .errors import XnnfastError, XnnpackError
 from .ops import OPS
 from .quantization import PerBlock, PerChannel, PerTensor, PerToken, f32_to_bf16
 
@@ -34,6 +34,8 @@ Q8 = ("qint8", "quint8")
 PLAIN = ("fp32", "fp16", "bf16", *Q8, "int32")
 #: 8-bit results are exact where the reference imitates the kernels; other CPUs round a step apart.
 STEPS = 0 if platform.machine() in ("x86_64", "AMD64") else 1
+#: enum xnn_status of xnnpack.h.
+UNSUPPORTED_HARDWARE = 5
 #: How many differences of a family are told in words.
 TOLD = 3
 
@@ -56,9 +58,12 @@ class Result:
         Operator and datatypes, inputs before the arrow: ``conv2d 3x3 qint8 qcint8 -> qint8``.
     checks : int
         Runs that were compared.
-    failures : list of str
-        Each run that gave something else than NumPy, in words; all of them are counted in ``failed``.
     failed : int
+        How many of them gave something else than NumPy.
+    failures : list of str
+        The first of those, in words.
+    missing : bool
+        XNNPACK has no kernels of this family for this CPU, as for fp16 where a CPU can't convert it.
     seconds : float
     """
 
@@ -66,6 +71,7 @@ class Result:
     checks: int = 0
     failed: int = 0
     failures: list[str] = field(default_factory=list)
+    missing: bool = False
     seconds: float = 0.0
 
     @property
@@ -83,6 +89,11 @@ def run(only: str | None = None) -> list[Result]:
         begin = time.perf_counter()
         try:
             check(patient)
+        except XnnpackError as error:
+            if error.status == UNSUPPORTED_HARDWARE and not patient.result.checks:
+                patient.result.missing = True
+            else:
+                patient.fail("", str(error))
         except XnnfastError as error:
             # XNNPACK refused what the rules of this package call legal.
             patient.fail("", f"{type(error).__name__}: {error}")
@@ -103,8 +114,10 @@ class Patient:
         if len(self.result.failures) < TOLD:
             self.result.failures.append(f"{what}: {why}" if what else why)
 
-    def compare(self, what: str, got: Array, want: Array, datatype: str, tolerance: Any = 0.0) -> None:
-        """Count a run. ``tolerance`` is the difference between real results that is no fault."""
+    def compare(
+        self, what: str, got: Array, want: Array, datatype: str, tolerance: Any = 0.0, steps: int = STEPS
+    ) -> None:
+        """Count a run. ``tolerance`` and, of 8-bit results, ``steps`` are differences that are no fault."""
         self.result.checks += 1
         if got.shape != want.shape or got.dtype != want.dtype:
             self.fail(what, f"{got.dtype} {got.shape} for {want.dtype} {want.shape}")
@@ -112,7 +125,7 @@ class Patient:
         if datatype == "bf16":
             off = np.abs(_ordered(got) - _ordered(want)) > 1
         elif got.dtype.kind in "iu":
-            off = np.abs(got.astype(np.int64) - want.astype(np.int64)) > (STEPS if datatype in Q8 else 0)
+            off = np.abs(got.astype(np.int64) - want.astype(np.int64)) > (steps if datatype in Q8 else 0)
         else:
             with np.errstate(invalid="ignore"):
                 off = ~(np.abs(got.astype(np.float64) - want.astype(np.float64)) <= tolerance)
@@ -200,7 +213,9 @@ class Patient:
         b.output(make(b, x, b.constant(array, weights_type, quantization), bias, **result))
         return Layer(self, b, out_type, dynamic, axes, source)
 
-    def elementwise(self, what: str, b: GraphBuilder, arrays: Sequence[Array], datatype: str, close: float) -> None:
+    def elementwise(
+        self, what: str, b: GraphBuilder, arrays: Sequence[Array], datatype: str, close: float, steps: int = STEPS
+    ) -> None:
         """Compare a graph of vectors at every length, from one reference of the longest."""
         graph = b.graph()
         runtime = Runtime(graph)
@@ -210,7 +225,7 @@ class Patient:
             cut = [array if len(array) == 1 else array[:length] for array in arrays]
             (got,) = runtime.run(*cut)
             tolerance = 0.0 if real is None else close * (1 + np.abs(real[:length]))
-            self.compare(f"{what}, length {length}", got, want[:length], datatype, tolerance)
+            self.compare(f"{what}, length {length}", got, want[:length], datatype, tolerance, steps)
 
 
 class Layer:
@@ -469,7 +484,8 @@ def _convert(patient: Patient, source: str, targets: Sequence[str]) -> None:
         b.output(b.convert(x, target, _spread(target, -3.0, 3.5)))
         array = patient.values(source, (LENGTHS[-1],), -4.0, 4.0)
         close = _close("fp16" if "fp16" in (source, target) else target)
-        patient.elementwise(f"to {target}", b, [array], target, close)
+        # Without vector kernels for it, fp16 is divided by the scale, not multiplied by its inverse.
+        patient.elementwise(f"to {target}", b, [array], target, close, 1 if source == "fp16" else STEPS)
 
 
 # -- the rest
