@@ -26,11 +26,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--start", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-run", action="store_true", help="load only")
+    parser.add_argument("--compare", action="store_true", help="compare results of graphs with the reference")
     parser.add_argument("--hang", type=float, default=20.0)
     parser.add_argument("--save", type=Path)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
     mutator = Mutator(seeds.corpus(*given.folders), given.seed)
+    harness.comparing = given.compare
     begin = last = time.monotonic()
     stop = given.start + given.cases if given.cases else None
     print(f"{len(mutator.files)} seeds, {sum(map(len, mutator.files))} bytes", flush=True)
