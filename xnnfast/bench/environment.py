@@ -22,7 +22,7 @@ WAITED = 0.03
 STEAL = 0.02
 SWITCHES_PER_SECOND = 60
 MIGRATIONS_PER_SECOND = 20
-SPIN = 0.06
+SPIN = 0.08
 SLOW_SPIN = 0.12
 #: CPUs that others may use of those that the measurement leaves free.
 SPARE = 0.3
