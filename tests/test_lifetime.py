@@ -109,12 +109,23 @@ def test_a_program_holds_its_file(tmp_path):
     target = tmp_path / "model.pte"
     target.write_bytes(files.program(alignment=16))
     program = Program(target)
-    gc.collect()
     np.testing.assert_array_equal(program.run(X)[0], X + files.ONES)
-    program.close()
-    gc.collect()
+    assert mapped(target)
     del program
-    gc.collect()
+    assert not mapped(target)
+
+
+def test_a_closed_program_lets_go_of_its_file(tmp_path):
+    target = tmp_path / "model.pte"
+    target.write_bytes(files.program(alignment=16))
+    program = Program(target)
+    program.run(X)
+    method = program.method("forward")
+    program.close()
+    del program
+    # A method by itself goes on working.
+    np.testing.assert_array_equal(method.run((X,))[0], X + files.ONES)
+    del method
     assert not mapped(target)
 
 

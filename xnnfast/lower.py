@@ -110,6 +110,8 @@ class Lowered:
         try:
             self._batching = analyze(self)
         except GraphError as error:
+            # An error that is kept must not keep the frames it came through, nor those of an error behind it.
+            error.__context__ = None
             self._batch_error = error.with_traceback(None)
         self._follows_batch = free_batch(self, self._batching)
         self._analyzed = True

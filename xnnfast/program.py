@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -512,15 +513,26 @@ class ViewCall(NamedTuple):
     target: int
 
 
+class Options(NamedTuple):
+    """How a program was asked to run."""
+
+    merge: bool
+    threads: int
+    copy: bool | None
+    weights_cache: bool | str | os.PathLike[str] | WeightsCache | None
+
+
 class Method:
     """A method of a program: its ports at once, everything else when it is first run."""
 
-    def __init__(self, program: Program, plan: Plan, number: int) -> None:
-        self.program = program
+    def __init__(self, file: ProgramFile, options: Options, plan: Plan, number: int) -> None:
+        # Not the Program itself: what nobody uses any more must go at once, with its maps and packed weights, and not
+        # when the collector happens to look.
+        self.program = options
         self.plan = plan
         self.name = plan.name
         self.number = number
-        self.file = program.file
+        self.file = file
         names = _names(self._metadata("encoded_inp_str"), len(plan.inputs))
         self.inputs = tuple(self._port(index, name) for index, name in zip(plan.inputs, names))
         names = _names(self._metadata("encoded_out_str"), len(plan.outputs))
@@ -1262,7 +1274,8 @@ class Routine:
         states: dict[int, tuple[int, int]],
         fresh: frozenset[int],
     ) -> None:
-        self.method = method
+        # The method keeps its routines.
+        self._method = weakref.ref(method)
         self.chains = chains
         self.env = env
         self.inputs = tuple(inputs)
@@ -1279,6 +1292,12 @@ class Routine:
                 self.copied.append(place)
             seen.add(index)
         self.straight = [] if self.jumps else self._with_ends()
+
+    @property
+    def method(self) -> Method:
+        method = self._method()
+        assert method is not None, "whoever runs a routine holds its method"
+        return method
 
     def _with_ends(self) -> list[tuple[Step, tuple[int, ...]]]:
         """Every step with the values that nobody needs after it."""
@@ -1431,10 +1450,11 @@ class Program:
         self.copy = copy
         self.weights_cache = weights_cache
         self._methods: dict[str, Method] = {}
+        options = Options(merge, threads, copy, weights_cache)
         for number, plan in enumerate(self.file.plans):
             if plan.name in self._methods:
                 raise FormatError(f"two methods are named {plan.name!r}")
-            self._methods[plan.name] = Method(self, plan, number)
+            self._methods[plan.name] = Method(self.file, options, plan, number)
         #: Method -> how to run it when inputs are plainly right, or () if there is no such way.
         self._shortcuts: dict[str, Any] = {}
         self._closed = False
