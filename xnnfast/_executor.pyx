@@ -60,6 +60,18 @@ cdef extern from *:
       return __atomic_compare_exchange_n(status, &none, mine, 0, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED);
     }
 
+    static inline void xf_pause(void) {
+    #if defined(__x86_64__) || defined(__i386__)
+      __builtin_ia32_pause();
+    #elif defined(__aarch64__)
+      __asm__ __volatile__("yield");
+    #endif
+    }
+
+    /* Some tens of microseconds: less than it takes to wake a thread, so that calls which follow each other closely
+       find the others awake, and an idle executor uses no CPU. */
+    enum { XF_SPINS = 2000 };
+
     typedef void (*xf_work)(void* context, int member);
 
     /* Threads that sleep between jobs. A job is open until the caller closes it; whoever wakes later sleeps on. */
@@ -86,11 +98,14 @@ cdef extern from *:
           pthread_cond_wait(&team->wake, &team->mutex);
         if (team->quit) break;
         seen = team->job;
-        ++team->active;
+        __atomic_add_fetch(&team->active, 1, __ATOMIC_RELAXED);
         pthread_mutex_unlock(&team->mutex);
         team->work(team->context, self->number);
         pthread_mutex_lock(&team->mutex);
-        if (--team->active == 0) pthread_cond_signal(&team->idle);
+        if (__atomic_sub_fetch(&team->active, 1, __ATOMIC_RELEASE) == 0) pthread_cond_signal(&team->idle);
+        pthread_mutex_unlock(&team->mutex);
+        for (int i = 0; i < XF_SPINS && __atomic_load_n(&team->job, __ATOMIC_RELAXED) == seen; ++i) xf_pause();
+        pthread_mutex_lock(&team->mutex);
       }
       pthread_mutex_unlock(&team->mutex);
       return NULL;
@@ -99,6 +114,7 @@ cdef extern from *:
     static void xf_team_stop(xf_team* team) {
       pthread_mutex_lock(&team->mutex);
       team->quit = 1;
+      __atomic_add_fetch(&team->job, 1, __ATOMIC_RELAXED);
       pthread_cond_broadcast(&team->wake);
       pthread_mutex_unlock(&team->mutex);
       for (int i = 0; i < team->started; ++i) pthread_join(team->threads[i], NULL);
@@ -153,7 +169,7 @@ cdef extern from *:
       pthread_mutex_lock(&team->mutex);
       team->wanted = wanted;
       team->open = 1;
-      ++team->job;
+      __atomic_add_fetch(&team->job, 1, __ATOMIC_RELAXED);
       if (wanted == 1 && team->count == 1) pthread_cond_signal(&team->wake);
       else if (wanted > 0) pthread_cond_broadcast(&team->wake);
       pthread_mutex_unlock(&team->mutex);
@@ -162,6 +178,9 @@ cdef extern from *:
     static void xf_team_close(xf_team* team) {
       pthread_mutex_lock(&team->mutex);
       team->open = 0;
+      pthread_mutex_unlock(&team->mutex);
+      for (int i = 0; i < XF_SPINS && __atomic_load_n(&team->active, __ATOMIC_RELAXED) != 0; ++i) xf_pause();
+      pthread_mutex_lock(&team->mutex);
       while (team->active != 0) pthread_cond_wait(&team->idle, &team->mutex);
       pthread_mutex_unlock(&team->mutex);
     }
