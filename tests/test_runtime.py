@@ -726,3 +726,16 @@ def test_fork_while_another_thread_creates():
 def test_a_graph_is_not_pickled_by_accident():
     with pytest.raises(TypeError, match="send the path"):
         pickle.dumps(unary())
+
+
+def test_the_workspace_is_what_is_in_use_at_once():
+    # Every layer's result is as large as any other; two are in use at a time.
+    b = GraphBuilder()
+    x = b.input((1, 32, 32, 16))
+    w = np.full((16, 1, 1, 16), 0.25, F)
+    for _ in range(12):
+        x = b.conv2d(x, w)
+    b.output(b.global_average_pooling2d(x))
+    runtime = Runtime(b.graph())
+    runtime.plan()
+    assert runtime.memory["workspace"] < 2.5 * 32 * 32 * 16 * 4

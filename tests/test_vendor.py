@@ -424,6 +424,34 @@ def test_sums_of_blockwise_weights_are_loaded_from_anywhere(tmp_path):
     assert (tmp_path / name).read_text() == "vksum = _mm_loadu_ps((const float*) w);\nvmax = _mm_load_ps(params);\n"
 
 
+PLANNER = """\
+  if (num_mem_blocks == 1) {
+    return live_mem_blocks[0].end;
+  }
+
+  // Sort memory blocks according to 'start' in increasing order.
+  qsort(live_mem_blocks, num_mem_blocks, sizeof(struct memory_block), cmp_memory_block);
+
+  size_t smallest_gap_size = SIZE_MAX;
+"""
+
+
+def test_planner_looks_below_the_first_block_when_blocks_are_sorted(tmp_path):
+    name = "src/memory-planner.c"
+    _tree(tmp_path, {name: PLANNER})
+    changes.apply({"xnnpack": tmp_path}, [_change("planner-room-below")])
+    text = (tmp_path / name).read_text()
+    assert "num_mem_blocks == 1" not in text
+    assert text.index("qsort(") < text.index("if (live_mem_blocks[0].start >= to_alloc_size) {\n    return 0;\n  }\n")
+
+
+def test_fully_connected_tells_the_size_of_what_it_found(tmp_path):
+    name = "src/operators/fully-connected-nc.c"
+    _tree(tmp_path, {name: "    fully_connected_op->packed_weights.offset = cache_offset;\n"})
+    changes.apply({"xnnpack": tmp_path}, [_change("fully-connected-hit-size")])
+    assert "&cache_key, NULL, aligned_total_weights_size);" in (tmp_path / name).read_text()
+
+
 def test_spin_change_replaces_the_number(tmp_path):
     _tree(tmp_path, {"src/threadpool-common.h": "#define PTHREADPOOL_SPIN_WAIT_ITERATIONS 1000000\n"})
     changes.apply({"pthreadpool": tmp_path}, [_change("spin-wait")])
@@ -550,6 +578,8 @@ def test_changes_state_the_counts_of_the_pin():
         "amx-igemm-single-row": (14, 14),
         "fp16-second-vector-store": (12, 62),
         "qb4w-unaligned-sums": (24, 24),
+        "planner-room-below": (1, 1),
+        "fully-connected-hit-size": (1, 1),
         "spin-wait": (1, 1),
         "loop-order-build": (1, 1),
         "loop-order-cpuinfo": (1, 1),
