@@ -46,8 +46,8 @@ while True:
 
 
 def network(path: Path, extra: int = 0) -> Path:
-    """Products with limits from 0 on, and at the end absolute values of what is not negative: work that changes nothing,
-    and needs no memory."""
+    """Products whose results are not negative, and at the end absolute values of them: work that changes nothing and
+    needs no memory."""
     rng = np.random.default_rng(0)
     b = xnnfast.GraphBuilder()
     x = b.input((ROWS, WIDTH))

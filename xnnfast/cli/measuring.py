@@ -71,6 +71,7 @@ def bench(
     method: Method = None,
     cold: Annotated[bool, typer.Option(help="Drop the file from the page cache before each opening.")] = False,
     cpus: Cpus = None,
+    nodes: Annotated[bool, typer.Option("--nodes", help="Profile the nodes as well (see profile).")] = False,
     save: Annotated[
         Path | None, typer.Option("--save", "-s", metavar="FILE.json", help="Keep the record for compare.")
     ] = None,
@@ -102,14 +103,21 @@ def bench(
         )
     finally:
         progress.end()
+    if nodes:
+        from ..bench.profile import profile as profile_model
+
+        for path, model in zip(models, facts["models"]):
+            model["profile"] = profile_model(path, seed=seed, inputs=inputs or (), method=method)
     if save is not None:
         record.save(facts, save)
     if as_json:
         _print_json(facts)
     else:
-        from ..bench.tables import print_bench
+        from ..bench.tables import print_bench, print_profile
 
         print_bench(facts)
+        for model in facts["models"] if nodes else ():
+            print_profile(model["profile"], top=15)
     if all("summary" not in result for model in facts["models"] for result in model["results"]):
         raise CommandError("nothing could be measured")
 

@@ -1,0 +1,136 @@
+"""The models of bench/, against the reference; and their forms for peers, against the peers that are installed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import xnnfast
+
+BENCH = Path(__file__).resolve().parent.parent / "bench"
+SMALL = {"encoder_mini": 8, "mlp": None, "mobilenet_v1": 32, "mobilenet_v2": 32, "resnet18": 32}
+
+
+@pytest.fixture(autouse=True)
+def bench_on_path(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH / "peers"))
+    monkeypatch.syspath_prepend(str(BENCH))
+
+
+@pytest.fixture
+def cases():
+    import cases
+
+    return cases
+
+
+def made(cases, name, precision):
+    size = SMALL[name]
+    graph = cases.build(name, size=size, precision=precision).graph()
+    return graph, cases.example(name, size=size, precision=precision)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+@pytest.mark.parametrize("name", SMALL)
+def test_models_give_the_reference_s_answer(cases, name, precision):
+    graph, x = made(cases, name, precision)
+    (got,), (want,) = xnnfast.Runtime(graph).run(x), xnnfast.reference.run(graph, x)
+    if got.dtype == np.int8:
+        assert np.abs(got.astype(int) - want).max() <= 1
+        assert len(np.unique(got)) > 5
+    else:
+        assert np.abs(got - want).max() <= (1e-4 if precision == "fp32" else 0.03) * np.abs(want).max()
+
+
+def test_every_list_is_read(cases):
+    assert {"encoder_base", "mlp_wide", "resnet50", *SMALL} <= set(cases.names())
+    for name in cases.names():
+        layers = cases.rows(name)
+        known = {"input"}
+        for label, _, sources, *rest in layers:
+            assert len(rest) == 5
+            assert set(sources.split(",")) <= known, f"{name}, layer {label}"
+            known.add(label)
+
+
+CONVERTED = [(name, precision) for name in SMALL for precision in ("fp32", "int8") if name != "encoder_mini"]
+
+
+@pytest.mark.parametrize("name, precision", [*CONVERTED, ("encoder_mini", "fp32")])
+def test_onnx_form_gives_the_same(cases, name, precision, tmp_path):
+    ort = pytest.importorskip("onnxruntime")
+    import onnx_export
+
+    graph, x = made(cases, name, precision)
+    for fold in (True, False):
+        onnx_export.export(graph, tmp_path / "m.onnx", fold=fold)
+        session = ort.InferenceSession(str(tmp_path / "m.onnx"), providers=["CPUExecutionProvider"])
+        turned = np.ascontiguousarray(x.transpose(0, 3, 1, 2)) if onnx_export.image_inputs(graph)[0] else x
+        (got,) = session.run(None, {"input_0": turned})
+        (want,) = xnnfast.Runtime(graph).run(x)
+        scale = 127 if got.dtype == np.int8 else np.abs(want).max()
+        assert got.dtype == want.dtype
+        assert np.abs(got.astype(float) - want).max() <= (1e-4 if precision == "fp32" else 0.05) * scale
+
+
+@pytest.mark.parametrize("name, precision", CONVERTED)
+def test_tflite_form_gives_the_same(cases, name, precision, tmp_path):
+    litert = pytest.importorskip("ai_edge_litert")
+    import tflite_export
+    from ai_edge_litert.interpreter import Interpreter
+
+    graph, x = made(cases, name, precision)
+    tflite_export.export(graph, tmp_path / "m.tflite", Path(litert.__path__[0]).parent)
+    interpreter = Interpreter(str(tmp_path / "m.tflite"), num_threads=1)
+    interpreter.allocate_tensors()
+    interpreter.set_tensor(interpreter.get_input_details()[0]["index"], x)
+    interpreter.invoke()
+    got = interpreter.get_tensor(interpreter.get_output_details()[0]["index"])
+    (want,) = xnnfast.Runtime(graph).run(x)
+    assert np.abs(got.astype(float) - want).max() <= (1 if got.dtype == np.int8 else 1e-4 * np.abs(want).max())
+
+
+def test_what_has_no_form_is_named(cases):
+    import onnx_export
+    import tflite_export
+
+    graph, _ = made(cases, "encoder_mini", "int8")
+    with pytest.raises(onnx_export.Unknown, match=r"node 0 .convert"):
+        onnx_export.Writer(graph).model()
+    assert issubclass(tflite_export.Unknown, ValueError)
+
+
+def test_environments_are_named_and_found(monkeypatch, tmp_path):
+    import environments
+
+    monkeypatch.setenv("XNNFAST_PEERS", str(tmp_path))
+    assert environments.python_of("onnxruntime") is None
+    monkeypatch.setenv("XNNFAST_PEER_ONNXRUNTIME", sys.executable)
+    assert environments.make("onnxruntime") == Path(sys.executable)
+
+
+def test_bounds_of_the_gate_are_told_apart(monkeypatch):
+    import gate
+
+    bounds = [
+        gate.Bound("low", "a ratio that is low enough", 2.0, False, 1, lambda folder: ([1.0], [1.0])),
+        gate.Bound("high", "a ratio that is too low", 2.0, True, 1, lambda folder: ([1.0], [1.0])),
+        gate.Bound("cpus", "one for more CPUs", 2.0, True, 10_000, lambda folder: ([1.0], [1.0])),
+    ]
+    monkeypatch.setattr(gate, "BOUNDS", bounds)
+    rows = list(gate.figures())
+    assert [row.get("short") for row in rows] == [False, True, None]
+    assert "10000 CPUs" in rows[2]["skipped"]
+
+
+def test_experiment_mixes_its_kinds(monkeypatch):
+    import aa_experiment
+
+    kinds = aa_experiment.plan(8, 2)
+    assert {kind: kinds.count(kind) for kind in kinds} == {
+        "same": 4, "same, noise": 4, "5 % slower": 2, "10 % slower": 2, "20 % slower": 2,
+    }  # fmt: skip
+    assert len(set(kinds[:7])) == 5
