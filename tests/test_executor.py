@@ -491,10 +491,14 @@ def test_an_interrupt_ends_a_long_run():
     with Executor(graph, workers=2, micro_batch=1) as executor:
         timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
         timer.start()
-        with pytest.raises(KeyboardInterrupt):
-            for _ in range(200):
-                executor.run(x)
-        timer.join()
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                for _ in range(200):
+                    executor.run(x)
+        finally:
+            # Whatever else went wrong, the signal must not hit the test run.
+            timer.cancel()
+            timer.join()
         assert executor.run(x[:3])[0].shape == (3, 4)
 
 
