@@ -27,7 +27,7 @@ from xnnfast import Program, Runtime, XnnfastError, load, load_all, reference
 from xnnfast.caps import Limits
 
 #: A file may ask for much, and that is not its fault; a search must not spend its time there.
-LIMITS = Limits(max_workspace=1 << 24, max_steps=1 << 12)
+LIMITS = Limits(max_workspace=1 << 24, max_indirection=1 << 24, max_steps=1 << 12)
 PROGRAMS = (b"ET12", b"BP08")
 PAGE = mmap.PAGESIZE
 #: Seconds of processor time after which a file counts as hanging, bytes from which it counts as greedy.

@@ -59,6 +59,33 @@ def test_a_terabyte_by_broadcasting_is_refused_at_once():
         runtime.run(x, x.reshape(-1, 1))
 
 
+def pooled(window, **limits):
+    b = GraphBuilder()
+    b.output(b.average_pooling2d(b.input((1, 8, 8, 1)), window, padding=(window - 1, 0, 0, window - 1), stride=1))
+    return load(b.finish(), limits=Limits(**limits)), window
+
+
+def test_tables_of_pointers_are_held_to_the_cap():
+    """8x8 places of 500x500 taps are 128 MB of pointers for 512 bytes of numbers."""
+    graph, _ = pooled(500)
+    Runtime(graph)
+    with pytest.raises(LimitError, match=r"128000000 bytes of pointers for 250000 taps at 8x8.*max_indirection"):
+        pooled(500, max_indirection=100_000_000)
+    with pytest.raises(LimitError, match="max_indirection"):
+        pooled(1000)
+    graph, _ = pooled(4, max_indirection=1 << 20)
+    runtime = Runtime(graph)
+    runtime.run(np.ones((1, 9, 9, 1), F))
+
+
+def test_tables_in_proportion_to_the_image_are_not_capped():
+    # A 3x3 window over a megapixel: 72 MB of pointers beside 8 MB of numbers.
+    b = GraphBuilder()
+    b.output(b.max_pooling2d(b.input((1, 8, 8, 1)), 3, stride=1))
+    runtime = Runtime(load(b.finish(), limits=Limits(max_indirection=1 << 20)))
+    assert runtime.run(np.ones((1, 1000, 1000, 1), F))[0].shape == (1, 998, 998, 1)
+
+
 def test_an_empty_batch_is_held_to_the_cap_too():
     b = GraphBuilder()
     b.output(b.static_constant_pad(b.input((1, 1)), (0, 0), (0, 1000)))

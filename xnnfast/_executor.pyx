@@ -537,7 +537,7 @@ cdef class Crew:
         cdef object engines = self.engines[member]
         shapes = self.shapes(variant, count)
         if (variant, count) not in self.within_cap:
-            _shapes.check_workspace(self.lowered, shapes, self.graph.limits.max_workspace)
+            _shapes.check_sizes(self.lowered, shapes, self.graph.limits)
             if len(self.within_cap) >= MAX_SHAPES:
                 self.within_cap.clear()
             self.within_cap.add((variant, count))

@@ -984,7 +984,7 @@ cdef class Runtime:
                 shapes = lowered.shapes
             else:
                 shapes = _shapes.infer(lowered, dict(zip(lowered.inputs, key)))
-                _shapes.check_workspace(lowered, shapes, self.graph.limits.max_workspace)
+                _shapes.check_sizes(lowered, shapes, self.graph.limits)
             plan = (shapes, broadcast_pattern(lowered, shapes))
             if len(self.plans) >= 64:
                 self.plans.pop(next(iter(self.plans)))

@@ -21,6 +21,9 @@ class Limits:
     #: Bytes of all values that are not constants: by their declared shapes when a graph is opened, by those that the
     #: inputs lead to when it is run.
     max_workspace: int = 1 << 36
+    #: Bytes of pointers that XNNPACK makes for one convolution or pooling, 8 for each tap of each place. It counts only
+    #: where they are 64 times what the node reads and writes: large images may have large tables, small ones may not.
+    max_indirection: int = 1 << 28
     #: Instructions of a method that jumps backwards, in one call.
     max_steps: int = 1 << 20
 

@@ -6,10 +6,11 @@ XNNPACK itself checks hardly any geometry. The rules of the single operators are
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
+from .caps import Limits
 from .datatypes import nbytes
 from .errors import LimitError, ShapeError
 from .ops import Refusal
@@ -52,8 +53,40 @@ def infer(graph: Any, overrides: Mapping[int, Sequence[int]] | None = None) -> d
     return shapes
 
 
-def check_workspace(graph: Any, shapes: Mapping[int, Shape], cap: int) -> None:
-    """Refuse shapes whose values, constants apart, take more bytes together than the cap."""
+#: Bytes of indirection for each byte that a node reads or writes that are nothing unusual. A 7x7 convolution of one
+#: channel has 49.
+USUAL_INDIRECTION = 64
+
+
+def check_indirection(nodes: Sequence[Any], value: Callable[[int], Any], shape: Callable[[int], Shape],
+                      limits: Limits) -> None:
+    """Refuse windows whose table of pointers is out of proportion: XNNPACK makes one for each tap of each place.
+
+    A window as large as its padding permits, over an image of four pixels, would take gigabytes.
+    """
+    for node in nodes:
+        attrs = node.attrs
+        if "pooling_height" in attrs:
+            taps = attrs["pooling_height"] * attrs["pooling_width"]
+        elif "kernel_height" in attrs:
+            taps = attrs["kernel_height"] * attrs["kernel_width"]
+        else:
+            continue
+        _, height, width, _ = shape(node.outputs[0])
+        need = 8 * taps * height * width
+        if need <= limits.max_indirection:
+            continue
+        beside = sum(nbytes(value(number).datatype, shape(number)) for number in (node.inputs[0], node.outputs[0]))
+        if need > USUAL_INDIRECTION * beside:
+            raise LimitError(f"{node.where}: XNNPACK would make {need} bytes of pointers for {taps} taps at "
+                             f"{height}x{width} places, out of proportion to the {beside} bytes that the node reads "
+                             f"and writes, and above the cap of {limits.max_indirection}; max_indirection of Limits "
+                             "raises it")
+
+
+def check_sizes(graph: Any, shapes: Mapping[int, Shape], limits: Limits) -> None:
+    """Refuse shapes that take more memory than the caps allow: values, constants apart, and XNNPACK's tables."""
+    cap = limits.max_workspace
     values = graph.values.values() if isinstance(graph.values, dict) else graph.values
     total = sum([nbytes(value.datatype, shapes[value.id]) for value in values if value.constant is None])
     if total > cap:
@@ -62,6 +95,7 @@ def check_workspace(graph: Any, shapes: Mapping[int, Shape], cap: int) -> None:
         raise LimitError(f"the values of the graph would take {total} bytes, the largest of them "
                          f"{text(shapes[largest.id])} {largest.datatype}, above the cap of {cap}; max_workspace of "
                          "Limits raises it")
+    check_indirection(graph.nodes, graph.value, shapes.__getitem__, limits)
 
 
 def _override(graph: Any, number: int, given: Sequence[int]) -> Shape:

@@ -75,6 +75,7 @@ def validate(graph: Graph, limits: Limits | None = None) -> tuple[list[Node], li
         raise GraphError(f"{node.where}: {refusal}", node=node.index)
     if not agree:
         shapes.check_declared(_Ordered(graph, nodes))
+    shapes.check_indirection(nodes, graph.value, lambda id: graph.value(id).shape, limits)
     notes = [
         f"value {value.id} is declared {text(value.shape)}, without any element"
         for value in doubtful
@@ -354,6 +355,6 @@ def _topological(nodes: Iterable[Node], producers: Mapping[int, Node]) -> list[N
         path.append(position)
         position = min(each for each in needs[position] if missing[each])
     cycle = [nodes[each] for each in reversed(path[path.index(position) :])]
-    raise GraphError(
-        f"nodes in a cycle, each needs the one before: {', '.join(node.where for node in cycle)}", node=cycle[0].index
-    )
+    named = ", ".join(node.where for node in cycle[:8])
+    more = f", ... ({len(cycle)} nodes)" if len(cycle) > 8 else ""
+    raise GraphError(f"nodes in a cycle, each needs the one before: {named}{more}", node=cycle[0].index)

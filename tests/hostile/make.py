@@ -195,6 +195,15 @@ def _() -> bytes:
     return unary("XNNMaxPooling2d", (1, 1, 2, 1), (1, 32769, 1, 1), **fields)
 
 
+@file("window-of-gigabytes.fb")
+def _() -> bytes:
+    # 60,001 x 60,001 taps over four pixels: XNNPACK makes a pointer for each.
+    fields = dict.fromkeys(("padding_top", "padding_bottom", "padding_left", "padding_right"), 60000) | {
+        "pooling_height": 60001, "pooling_width": 60001, "stride_height": 60000, "stride_width": 60000,
+    }  # fmt: skip
+    return unary("XNNAvgPooling2d", (1, 2, 2, 1), (1, 2, 2, 1), **fields)
+
+
 @file("broadcast-of-terabytes.fb")
 def _() -> bytes:
     values = files.values(
