@@ -433,11 +433,8 @@ class _Resolver:
         owner: dict[int, str] = {}
         for item in raw.fields:
             width = 2 if self.is_union(raw, item) else 1
-            if with_id:
-                # The id of a union is its value's; the type sits one below.
-                slot = self.number(raw, item, "id") - (width - 1)
-            else:
-                slot = len(owner)
+            # The id of a union is its value's; the type sits one below.
+            slot = self.number(raw, item, "id") - (width - 1) if with_id else len(owner)
             for taken in range(slot, slot + width):
                 if taken in owner or taken < 0:
                     self.fail(raw, item.line, f"slot {taken} of {raw.name}.{item.name} is taken or below 0")

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from xnnfast._graph import Constant, Graph, Node, Value
 
 from xnnfast import reference
+from xnnfast._graph import Constant, Graph, Node, Value
 from xnnfast.datatypes import DATATYPES
 from xnnfast.errors import ArgumentError, DtypeError, ShapeError
 from xnnfast.ops import OPS, Refusal

@@ -317,7 +317,9 @@ def _expand_attention(result: Lowered, node: Node) -> list[Node]:
         flags: int = 0,
     ) -> int:
         out = result.like(query, shape) if output is None else output
-        made.append(node.replace(op=OPS[name], inputs=inputs, outputs=(out,), attrs=dict(attrs), clamp=None, flags=flags))
+        made.append(
+            node.replace(op=OPS[name], inputs=inputs, outputs=(out,), attrs=dict(attrs), clamp=None, flags=flags)
+        )
         return out
 
     q_shape = result.value(query).shape
