@@ -704,6 +704,8 @@ class Method:
                         views += 1
                 instructions.append(each)
                 for index in self.outputs_of(each):
+                    if self.is_constant(index):
+                        raise FormatError(f"an instruction of method {self.name!r} writes value {index}, a constant")
                     known.add(index)
                     self._lies(index, at)
             made.append(instructions)

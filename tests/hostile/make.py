@@ -119,6 +119,19 @@ def _() -> bytes:
     return files.program(plan, header=False, backend_delegate_data=[{"data": files.bare(graph)}])
 
 
+@file("constant-written.pte")
+def _() -> bytes:
+    # A constant of the program goes into a delegate as an input, and comes out of it.
+    values = [files.tensor(), files.tensor(), files.tensor(allocation_info=None, data_buffer_idx=1)]
+    plan = files.plan(
+        values=values,
+        chains=[{"instructions": [files.call(0, (2, 2)), files.call(0, (0, 1))]}],
+        delegates=[files.delegate(0, location=0)],
+    )
+    storage = [{}, {"storage": files.ONES.tobytes()}]
+    return files.program(plan, header=False, backend_delegate_data=[{"data": files.bare()}], constant_buffer=storage)
+
+
 # ---- programs that ask for more time or memory than there is
 
 
