@@ -165,19 +165,25 @@ def difference(a: Path, b: Path) -> float:
 
 
 def compare(options: argparse.Namespace, pythons: dict[str, Path]) -> list[dict[str, Any]]:
-    rows = []
+    kept = options.json is not None and options.json.exists()
+    rows: list[dict[str, Any]] = json.loads(options.json.read_text()) if kept else []
+    known = {(row["model"], row["batch"], row["threads"]) for row in rows}
     site = next(iter((pythons["litert"].parent.parent / "lib").glob("python3*/site-packages")), None) if (
         "litert" in pythons
     ) else None  # fmt: skip
     with tempfile.TemporaryDirectory() as name:
         for number, model in enumerate(options.models):
+            if all((model, *config) in known for config in CONFIGS):
+                continue
             try:
                 case = Case(model, Path(name) / str(number), options.shared, site)
             except FileNotFoundError as reason:
                 print(f"{model}: left out, {reason}", file=sys.stderr)
                 continue
             for batch, threads in CONFIGS:
-                rows.append(row := {"model": model, "batch": batch, "threads": threads, "peers": {}, "missing": {}})
+                if (model, batch, threads) in known:
+                    continue
+                row: dict[str, Any] = {"model": model, "batch": batch, "threads": threads, "peers": {}, "missing": {}}
                 row["missing"].update(case.missing)
                 peers = [peer for peer in pythons if peer in case.files]
                 for turn in range(options.rounds):
@@ -196,6 +202,9 @@ def compare(options: argparse.Namespace, pythons: dict[str, Path]) -> list[dict[
                     gap = difference(case.folder / "xnnfast.npz", case.folder / f"{peer}.npz")
                     row["peers"][peer]["difference"] = gap
                     row["peers"][peer]["equal"] = gap <= FRAGILE.get(model, TOLERANCE[case.precision])
+                rows.append(row)
+                if options.json is not None:
+                    options.json.write_text(json.dumps(rows))
                 print(line(row), file=sys.stderr, flush=True)
     return rows
 
@@ -384,7 +393,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=0.6)
     parser.add_argument("--shared", type=Path, help="folder with programs exported by ExecuTorch")
     parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
-    parser.add_argument("--json", type=Path, help="keep everything that was measured")
+    parser.add_argument("--json", type=Path, help="keep what is measured, and go on where it ends")
     options = parser.parse_args()
     pythons = {"xnnfast": Path(sys.executable)}
     for peer in options.peers:
@@ -394,8 +403,6 @@ def main() -> int:
             print(f"{peer}: left out, {error}", file=sys.stderr)
     load = os.getloadavg()[0]
     rows = compare(options, pythons)
-    if options.json:
-        options.json.write_text(json.dumps(rows))
     peers = list(pythons)
     text = report(rows, peers, options, load)
     print(text)
