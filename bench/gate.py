@@ -132,7 +132,7 @@ def micro_batch(folder: Path) -> tuple[list[float], list[float]]:
         return in_turns(lambda: seconds(lambda: pieces.run(x)), lambda: seconds(lambda: whole.run(x)), 9)
 
 
-#: Recorded on a quiet machine with some room, so that what falls short has got worse.
+#: First guesses with some room; to be set from a quiet machine, so that what falls short has got worse.
 BOUNDS = (
     Bound("call", "a call with out= over setup and invoke in C, add of [1, 4]", 12.0, False, 1, call_over_floor),
     Bound("open", "load of 102 MB over mapping it and reading a byte per page", 1.0, False, 1, open_over_map),
