@@ -6,7 +6,9 @@ child processes, which may die or hang: then the parent knows at which file and 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import json
 import mmap
 import os
 import resource
@@ -25,6 +27,10 @@ import numpy as np
 import xnnfast
 from xnnfast import Program, Runtime, XnnfastError, load, load_all, reference
 from xnnfast.caps import Limits
+from xnnfast.describe import describe, text
+from xnnfast.describe_program import describe_program, program_text
+from xnnfast.lower import lower
+from xnnfast.whole import whole
 
 #: A file may ask for much, and that is not its fault; a search must not spend its time there.
 LIMITS = Limits(max_workspace=1 << 24, max_indirection=1 << 24, max_steps=1 << 12)
@@ -110,8 +116,11 @@ def fill(shape: Sequence[int], dtype: np.dtype[Any], seed: int = 0) -> np.ndarra
 
 
 def _graph(graph: Any, run: bool) -> str:
-    for value in graph.values:
-        repr(value)
+    json.dumps(describe(graph), allow_nan=False)
+    text(describe(graph))
+    with contextlib.suppress(XnnfastError):
+        # The analysis of the batch, which an Executor asks for.
+        lower(graph).follows_batch  # noqa: B018
     if not run:
         return "loaded"
     try:
@@ -159,13 +168,16 @@ def _program(data: Any, sidecars: Sequence[Any], run: bool, limits: Limits) -> s
     try:
         program = Program(data, sidecars, limits=limits)
         found = "loaded"
-        for each in (*program.delegates, *program.undelegated):
-            repr(each)
+        facts = describe_program(program)
+        json.dumps(facts, allow_nan=False)
+        program_text(facts)
         for name in program.methods:
             ports = program.inputs(name)
             program.outputs(name)
             if not run or any(port.shape is not None and np.prod(port.shape, dtype=object) > 1 << 20 for port in ports):
                 continue
+            with contextlib.suppress(XnnfastError):
+                whole(program, name)
             given = [fill(port.shape, port.dtype) if port.kind == "Tensor" else port.value for port in ports]
             try:
                 for _ in range(2):
