@@ -7,6 +7,7 @@ tables cost, whatever the size of the file.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
 
     #: What ``data=`` takes.
     DataArgument: TypeAlias = "Source | Payload | DataFile | Sequence[Source | Payload | DataFile]"
+
+#: Dimensions of a tensor of a program, by ExecuTorch's own limit, and elements: their bytes must fit 63 bits.
+MAX_TENSOR_RANK = 16
+MAX_TENSOR_ELEMENTS = 1 << 59
 
 #: Id of our backend in a program.
 XNNPACK_BACKEND = "XnnpackBackend"
@@ -392,6 +397,17 @@ def _tensor(table: Table) -> Tensor:
         )
     if any(size < 0 for size in sizes):
         raise FormatError(f"need sizes from 0 on, found {list(sizes)}", offset=table.at, path="Tensor.sizes")
+    if len(sizes) > MAX_TENSOR_RANK:
+        raise FormatError(
+            f"rank {len(sizes)}, limit {MAX_TENSOR_RANK} (ExecuTorch's own)", offset=table.at, path="Tensor.sizes"
+        )
+    # NumPy multiplies the others even where one is 0.
+    if math.prod(size for size in sizes if size) > MAX_TENSOR_ELEMENTS:
+        raise FormatError(
+            f"need sizes whose product is at most {MAX_TENSOR_ELEMENTS}, found {list(sizes)}",
+            offset=table.at,
+            path="Tensor.sizes",
+        )
     if not 0 <= table.get("shape_dynamism") <= 2:
         raise FormatError(
             f"need shape_dynamism from 0 to 2, found {table.get('shape_dynamism')}",

@@ -667,7 +667,8 @@ class _Arrays(Source):
 
     def shape(self, number: int, order: tuple[int, ...]) -> Shape:
         sizes = self.flow.info(number).sizes
-        if sizes is None:
+        # Another rank than the one declared is an error that the run will tell.
+        if sizes is None or len(sizes) != len(order):
             raise Unfit
         return tuple(sizes[axis] for axis in order) or (1,)
 
@@ -676,6 +677,8 @@ class _Arrays(Source):
         if number not in flow.known:
             return None
         info = flow.info(number)
+        if np.ndim(flow.known[number]) != len(form.order):
+            raise Unfit
         if info.stored is not None and form.order == info.order:
             # In place, if XNNPACK can read it there.
             constant = maker.constants.known(("stored", info.stored), partial(_stored, flow.method, info.stored))

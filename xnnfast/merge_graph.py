@@ -130,6 +130,8 @@ class Maker:
         for known, id in forms:
             if known[1:] == form[1:]:
                 # Same elements in another order of dimensions.
+                if sorted(known.order) != sorted(form.order):
+                    raise Conflict
                 perm = tuple(known.order.index(axis) for axis in form.order)
                 moved = self.node("static_transpose", (id,), attrs={"perm": perm})
                 forms.append((form, moved))

@@ -15,7 +15,12 @@ sys.path.insert(0, str(FOLDER.parent))
 
 import files  # noqa: E402
 
+from xnnfast._generated import schema  # noqa: E402
 from xnnfast.writer import encode  # noqa: E402
+
+#: Numbers of datatypes in the later dialects.
+NUMBERS = {name: number for number, name in schema.DATATYPES["xnn"].items()}
+QINT8, QCINT8, QCINT32 = (NUMBERS[name] for name in ("qint8", "qcint8", "qcint32"))
 
 MAKERS: dict[str, Callable[[], bytes]] = {}
 
@@ -46,7 +51,7 @@ def unary(kind: str, x: Any, y: Any, **fields: Any) -> bytes:
     return files.bare(graph)
 
 
-def method(*instructions: Any, values: Any, operators: Any = (), **fields: Any) -> bytes:
+def method(*instructions: Any, values: Any, operators: Any = (), constants: Any = (), **fields: Any) -> bytes:
     """A program of one method without delegates."""
     plan = files.plan(
         values=values,
@@ -55,7 +60,7 @@ def method(*instructions: Any, values: Any, operators: Any = (), **fields: Any) 
         delegates=[],
         **{"inputs": [0], "outputs": [1], **fields},
     )
-    return files.program(plan, header=False)
+    return files.program(plan, header=False, constant_buffer=list(constants))
 
 
 def jump(condition: int, target: int) -> dict[str, Any]:
@@ -132,6 +137,42 @@ def _() -> bytes:
     return files.program(plan, header=False, backend_delegate_data=[{"data": files.bare()}], constant_buffer=storage)
 
 
+@file("rank-of-a-copy.pte")
+def _() -> bytes:
+    # A copy between two delegates is declared with another rank than what it copies.
+    other = files.tree(
+        xvalues=files.values(
+            files.plain(0, external=0, flags=1, dims=(2, 2, 2, 1)),
+            files.plain(1, constant=1, dims=(1,)),
+            files.plain(2, external=1, flags=2, dims=(2, 2, 2, 1)),
+        )
+    )
+    shapes = ((1, 8), (1, 8), (2, 2, 2, 1), (2, 2, 2, 1))
+    plan = files.plan(
+        values=[*map(files.tensor, shapes), {"val": ("Null", {})}],
+        outputs=[3],
+        operators=[{"name": "aten::clone", "overload": "out"}],
+        chains=[{"instructions": [files.call(0, (0, 1)), files.kernel(0, (1, 4, 2, 2)), files.call(1, (2, 3))]}],
+        delegates=[files.delegate(0, location=0), files.delegate(1, location=0)],
+    )
+    data = [{"data": files.bare()}, {"data": files.bare(other)}]
+    return files.program(plan, header=False, backend_delegate_data=data)
+
+
+@file("rank-of-24.pte")
+def _() -> bytes:
+    values = [files.tensor(), files.tensor((1,) * 24)]
+    return method(move(0, 1), values=values)
+
+
+@file("nothing-of-huge-sizes.pte")
+def _() -> bytes:
+    # No element, and more of them than 64 bits can count if one dimension were not 0.
+    sizes = (2**31 - 1, 2**31 - 1, 2**31 - 1, 0)
+    constant = files.tensor(sizes, allocation_info=None, data_buffer_idx=1)
+    return method(move(1, 2), values=[files.tensor(), constant, files.tensor(sizes)], outputs=[2], constants=[{}, {}])
+
+
 # ---- programs that ask for more time or memory than there is
 
 
@@ -145,7 +186,7 @@ def _() -> bytes:
 def _() -> bytes:
     values = [
         files.tensor(),
-        files.tensor((2**31 - 1, 2**31 - 1)),
+        files.tensor((2**20, 2**20)),
         {"val": ("IntList", {"items": [3, 3]})},
         number(2**31 - 1),
     ]
@@ -154,7 +195,7 @@ def _() -> bytes:
 
 @file("huge-state.pte")
 def _() -> bytes:
-    values = [files.tensor(), files.tensor(), files.tensor((2**31 - 1, 2**31 - 1))]
+    values = [files.tensor(), files.tensor(), files.tensor((2**20, 2**20))]
     return method(move(2, 1), values=values)
 
 
@@ -290,6 +331,27 @@ def _() -> bytes:
         xnodes=[files.node("XNNConvert", input_id=0, output_id=1, flags=0)], xvalues=values, constant_buffer=None,
         mem_buffer_sizes=None,
     )  # fmt: skip
+
+
+@file("scales-of-a-bias.fb")
+def _() -> bytes:
+    # A bias with more scales than the filter has output channels.
+    def quantized(id: int, datatype: int, params: tuple[str, dict[str, Any]], **more: Any) -> dict[str, Any]:
+        return {"tensor_value": files.plain(id, datatype=datatype, **more), "quant_params": params}
+
+    def channels(count: int) -> tuple[str, dict[str, Any]]:
+        return "PerChannelQuant", {"scale": [0.5] * count, "channel_dim": 0}
+
+    one = ("PerTensorQuant", {"scale": 1.0, "zero_point": 0})
+    values = files.values(
+        quantized(0, QINT8, one, external=0, flags=1),
+        quantized(1, QCINT8, channels(2), constant=1, dims=(2, 8)),
+        quantized(2, QCINT32, channels(5), constant=2, dims=(5,)),
+        quantized(3, QINT8, one, external=1, flags=2, dims=(1, 2)),
+    )
+    node = files.node("XNNFullyConnected", input1_id=0, filter_id=1, bias_id=2, output_id=3, flags=0)
+    buffers = [{}, {"storage": bytes(16)}, {"storage": bytes(20)}]
+    return bare(xnodes=[node], xvalues=values, constant_buffer=buffers, mem_buffer_sizes=None)
 
 
 @file("constant-behind-the-end.xnnpack")
