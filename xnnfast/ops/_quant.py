@@ -183,7 +183,7 @@ def _requantization(x: Any, weights: Any, bias: Any, out: Any) -> None:
         ratios = products / out_scale
         fine = ratios.size == 0 or (ratios.min() >= 2**-32 and ratios.max() < 2**8)
         found = None if bias is None else bias.quantization.scales
-        if bias is not None and len(found) != len(products):
+        if found is not None and len(found) != len(products):
             raise Refusal(f"bias (value {bias.id}) has {len(found)} scales, need {len(products)}, one for each output "
                           "channel of the filter")
         fine = fine and (bias is None or bool((abs(found - products) <= products * BIAS_SCALE_TOLERANCE).all()))
