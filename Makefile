@@ -14,7 +14,7 @@ FUZZ_SEEDS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SOURCES := pyproject.toml setup.py MANIFEST.in README.md LICENSE $(shell find xnnfast schema vendor/XNNPACK -type f \
-	\( -name '*.py' -o -name '*.pyx' -o -name '*.pxd' -o -name '*.fbs' -o -name '*.h' -o -name PIN -o -name py.typed \
+	\( -name '*.py' -o -name '*.pyx' -o -name '*.pxd' -o -name '*.fbs' -o -name '*.h' -o -name PIN -o -name py.typed -o -name '*.css' -o -name '*.js' \
 	-o -name '_*.pyi' \) -not -path '*/_generated/*')
 
 .PHONY: help run test fuzz sanitize lint wheel clean bench-gate

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
+from browser import assert_shows_something, dom, needs_browser, screenshot
 
 from xnnfast.bench import costs, profile, record, roofline
 from xnnfast.builder import GraphBuilder
@@ -190,34 +188,14 @@ def test_page_needs_nothing_else(html):
     assert "<b>net" not in html
 
 
-def browser() -> str | None:
-    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-
-
-FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync --virtual-time-budget=2000"
-)
-
-
-@pytest.mark.skipif(browser() is None, reason="no chromium")
+@needs_browser
 def test_page_is_drawn_by_a_browser(html, facts, tmp_path):
     (tmp_path / "p.html").write_text(html)
-    (tmp_path / "user").mkdir()
-    start = [browser(), *FLAGS.split(), f"--user-data-dir={tmp_path}/user", "--window-size=1200,1400"]
-    variables = {**os.environ, "HOME": str(tmp_path)}
-    done = subprocess.run(
-        [*start, "--dump-dom", f"file://{tmp_path}/p.html"], env=variables, capture_output=True, text=True, timeout=120
-    )
+    shown = dom(f"file://{tmp_path}/p.html")
     # The script ran to its end and found every node.
-    assert f'data-ready="{len(facts["nodes"])}"' in done.stdout, done.stderr[-2000:]
+    assert f'data-ready="{len(facts["nodes"])}"' in shown
     for name in ("timeline of nodes", "longest nodes", "roofline plot"):
-        assert f'aria-label="{name}"' in done.stdout
-    assert done.stdout.count("<tr data-n=") == len(facts["nodes"])
-    subprocess.run(
-        [*start, f"--screenshot={tmp_path}/p.png", f"file://{tmp_path}/p.html"],
-        env=variables,
-        capture_output=True,
-        timeout=120,
-    )
-    assert (tmp_path / "p.png").stat().st_size > 20_000
+        assert f'aria-label="{name}"' in shown
+    assert shown.count("<tr data-n=") == len(facts["nodes"])
+    screenshot(f"file://{tmp_path}/p.html", tmp_path / "p.png", size=(1200, 1400))
+    assert_shows_something(tmp_path / "p.png")

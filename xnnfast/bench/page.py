@@ -7,16 +7,14 @@ a few lines of script only let a node be picked in one drawing and found in the 
 from __future__ import annotations
 
 import html
-import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..html_page import COLOURS, document
 from .tables import by_kind, micro, nbytes, percent, place, shapes
 
 Facts = Mapping[str, Any]
-#: Colours that differ for colour-blind eyes as well; what comes after shares the last one.
-COLOURS = ("#3b76c4", "#e08a1e", "#2a9d6f", "#c2476b", "#7a5bbf", "#4aa7c9", "#9a7b3f", "#b05fb3", "#6b8e23", "#8a8f98")
 WIDTH = 1100
 BARS = 40
 
@@ -63,17 +61,19 @@ def page(facts: Facts) -> str:
         f"<section><h2>{name}</h2><p class=sub>{html.escape(sub)}</p>{content}</section>"
         for name, sub, content in sections
     )
-    return (
-        f'<!DOCTYPE html>\n<html lang=en><head><meta charset=utf-8><meta name=viewport content="width=device-width">'
-        f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head><body><main>"
-        f"<h1>{html.escape(title)}</h1><dl>{items}</dl>{notes}<div class=legend>{legend}</div>{body}</main>"
-        f"<div id=tip hidden></div><script>const NODES={_data(facts)};{_SCRIPT}</script></body></html>\n"
+    return document(
+        title,
+        f"<main><h1>{html.escape(title)}</h1><dl>{items}</dl>{notes}<div class=legend>{legend}</div>{body}</main>"
+        "<div id=tip hidden></div>",
+        style=_STYLE,
+        script=_SCRIPT,
+        data=_data(facts),
     )
 
 
-def _data(facts: Facts) -> str:
-    """What the script shows of a node; safe inside a script element."""
-    lines = [
+def _data(facts: Facts) -> list[list[str]]:
+    """What the script shows of a node."""
+    return [
         [
             f"{place(node)} {node['kind']}",
             node["kernel"],
@@ -84,7 +84,6 @@ def _data(facts: Facts) -> str:
         ]
         for node in facts["nodes"]
     ]
-    return json.dumps(lines).replace("<", "\\u003c")
 
 
 def _svg(height: float, content: Sequence[str], label: str) -> str:
@@ -232,9 +231,6 @@ def _table(facts: Facts, colour: Mapping[str, str]) -> str:
 
 
 _STYLE = """
-:root{--back:#fff;--text:#1d2330;--soft:#667085;--line:#e4e7ec;--panel:#f7f8fa}
-@media(prefers-color-scheme:dark){:root{--back:#14171d;--text:#e6e9ef;--soft:#98a2b3;--line:#2b303a;--panel:#1b1f27}}
-*{box-sizing:border-box}body{margin:0;background:var(--back);color:var(--text);font:14px/1.45 system-ui,sans-serif}
 main{max-width:1160px;margin:0 auto;padding:24px 28px 60px}h1{font-size:20px;margin:0 0 14px;overflow-wrap:anywhere}
 h2{font-size:16px;margin:34px 0 0}.sub{color:var(--soft);margin:2px 0 10px}
 dl{display:flex;flex-wrap:wrap;gap:10px 26px;margin:0;padding:12px 16px;background:var(--panel);border-radius:8px}
@@ -256,10 +252,10 @@ _SCRIPT = """
 const tip=document.getElementById('tip'),all=n=>document.querySelectorAll('[data-n="'+n+'"]');
 const find=e=>e.target.closest&&e.target.closest('[data-n]');
 document.addEventListener('mousemove',e=>{const t=find(e);tip.hidden=!t||t.tagName=='TR';if(tip.hidden)return;
-tip.textContent=NODES[t.dataset.n].join('\\n');const w=tip.offsetWidth;
+tip.textContent=DATA[t.dataset.n].join('\\n');const w=tip.offsetWidth;
 tip.style.left=Math.min(e.clientX+14,innerWidth-w-8)+'px';tip.style.top=(e.clientY+16)+'px'});
 document.addEventListener('click',e=>{const t=find(e);
 document.querySelectorAll('.on').forEach(x=>x.classList.remove('on'));
 if(t)all(t.dataset.n).forEach(x=>x.classList.add('on'))});
-document.documentElement.dataset.ready=NODES.length;
+document.documentElement.dataset.ready=DATA.length;
 """

@@ -110,17 +110,27 @@ def inspect(
         bool, typer.Option("--memory", help="Run the graph on zeros and show where its memory is instead.")
     ] = False,
     cache: Cache = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="OUT.html", help="Draw the graph on a page to look around in instead.")
+    ] = None,
 ) -> None:
     """Show what a file holds, and which constants are used in place."""
     from ..describe import describe, text
 
+    if html is not None and (memory or as_json):
+        raise CommandError("--html writes a page; it goes neither with --json nor with --memory")
     if memory:
         _show_memory(_load(file, dialect), cache, as_json)
         return
-    if _program.inspect_program(file, dialect, data, as_json):
+    if _program.inspect_program(file, dialect, data, as_json, html):
         return
     facts = describe(_load(file, dialect))
-    if as_json:
+    if html is not None:
+        from ..graph_page import graph_page
+        from ..html_page import save as save_page
+
+        save_page(graph_page(facts), html)
+    elif as_json:
         _print_json(facts)
     else:
         print(text(facts))

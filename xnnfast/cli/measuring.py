@@ -286,8 +286,9 @@ def profile(
             trace.write_text(json.dumps(profiling.trace(facts)), "utf-8")
         if html is not None:
             from ..bench.page import page
+            from ..html_page import save as save_page
 
-            html.write_text(page(facts), "utf-8")
+            save_page(page(facts), html)
     if save is not None:
         record.save(facts, save)
     if as_json:

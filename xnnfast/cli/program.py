@@ -20,17 +20,24 @@ Data = Annotated[
 ]
 
 
-def inspect_program(file: Path, dialect: str | None, data: list[Path] | None, as_json: bool) -> bool:
-    """Print what is in a program; False if the file is none."""
+def inspect_program(
+    file: Path, dialect: str | None, data: list[Path] | None, as_json: bool, html: Path | None = None
+) -> bool:
+    """Print what is in a program, or draw it; False if the file is none."""
     payload = Payload.open(file)
     if payload.nbytes < 8 or not is_program(bytes(memoryview(payload)[4:8])):
         return False
     from ..describe import describe, text
+    from ..graph_page import program_page
+    from ..html_page import save as save_page
     from ..load import load
     from ..program import Program
 
     try:
         with Program(payload, data or ()) as program:
+            if html is not None:
+                save_page(program_page(program, dialect), html)
+                return True
             facts = describe_program(program, dialect)
     except XnnfastError as error:
         raise CommandError(f"{file}: {error}") from error
