@@ -29,14 +29,14 @@ def xnnfast(job):
     xnnfast.Runtime, xnnfast.Program  # noqa: B018
 
     def load():
+        if job["batch"] > 1:
+            executor = Executor(job["model"], workers=job["threads"])
+            return lambda arrays: executor.run(*arrays)
         try:
             graph = xnnfast.load(job["model"])
         except xnnfast.UnsupportedError:
             program = xnnfast.Program(job["model"], threads=job["threads"])
             return lambda arrays: program.run(*arrays)
-        if job["batch"] > 1:
-            executor = Executor(graph, workers=job["threads"])
-            return lambda arrays: executor.run(*arrays)
         runtime = xnnfast.Runtime(graph, threads=job["threads"])
         return lambda arrays: runtime.run(*arrays)
 
@@ -143,6 +143,9 @@ def main():
     job = json.loads(sys.argv[1])
     if "path" in job:
         sys.path.insert(0, job["path"])
+    if "range" in job:
+        pile(job, answers)
+        os._exit(0)
     arrays = job["arrays"] = [np.load(name) for name in job["inputs"]]
     start, begin = time.perf_counter(), resident()
     load = PEERS[job["peer"]](job)
@@ -185,6 +188,44 @@ def main():
     print(json.dumps(answer), file=answers, flush=True)
     # Some leave threads behind that keep the process.
     os._exit(0)
+
+
+def pile(job, answers):
+    """A part of a pile of samples in batches, each time a line says so."""
+    first, last = job["range"]
+    # Some refuse arrays that they could not write to.
+    whole = [np.load(name, mmap_mode="c")[first:last] for name in job["inputs"]]
+    # Peers that make themselves ready for a shape get that of a batch.
+    count, size = last - first, job["batch"]
+    job["arrays"] = [np.ascontiguousarray(array[:size]) for array in whole]
+    one = PEERS[job["peer"]](job)()
+    results = None
+
+    def work():
+        nonlocal results
+        for start in range(0, count, size):
+            found = one([array[start : start + size] for array in whole])
+            if size >= count:
+                results = found
+                return
+            if results is None:
+                results = [np.empty((count, *np.shape(each)[1:]), np.asarray(each).dtype) for each in found]
+            for whole_result, each in zip(results, found):
+                whole_result[start : start + size] = each
+
+    one(job["arrays"])
+    one(job["arrays"])
+    for array in whole:
+        # All of it in memory.
+        array.ravel()[::1024].sum()
+    print("ready", file=answers, flush=True)
+    for line in sys.stdin:
+        if line == "go\n":
+            work()
+            print("done", file=answers, flush=True)
+        else:
+            np.savez(job["output"], *results)
+            print("saved", file=answers, flush=True)
 
 
 def version(peer):

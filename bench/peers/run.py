@@ -135,7 +135,7 @@ def measure(case: Case, peer: str, python: Path, batch: int, threads: int, secon
         "threads": threads,
         "seconds": seconds,
         "output": str(output),
-        "one_by_one": batch > 1 and (peer.startswith("executorch") or case.single),
+        "one_by_one": batch > 1 and peer.startswith("executorch"),
     }
     if peer == "xnnfast":
         job["path"] = str(Path(xnnfast.__path__[0]).parent)
