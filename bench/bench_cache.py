@@ -1,12 +1,12 @@
 """What the weights cache is worth: creation, start of a process, and memory, against packing every time.
 
-    python bench/bench_cache.py [--model resnet50] [--rounds 9] [--peer NAME PYTHON SCRIPT]...
+    python bench/bench_cache.py [--model resnet50] [--rounds 9] [--peers NAME ...]
 
 * create: ``Runtime(graph)`` against ``Runtime(graph, weights_cache=...)``, on a freshly loaded graph each time, in
   turns in one process. The gate: the best of one at least 50 times faster than the best of the other; medians are
   printed too.
-* start: from starting a process to its first result, imports included, in turns. A peer is a script for another
-  interpreter that prints a line when it has its first result.
+* start: from starting a process to its first result, imports included, in turns, also of peers with files of the same
+  network (bench/peers/start_peer.py), LiteRT with and without its own cache of packed weights.
 * memory: anonymous memory that load and creation add to a process, and what the first call adds to that besides the
   workspace. The gate: at most 5 MB in all with a cache, with ``low_memory``; without, convolutions keep buffers of
   pointers to their inputs' pixels, in the same way as without a cache. Then private and proportional memory of ten
@@ -34,6 +34,8 @@ import numpy as np
 import xnnfast
 from xnnfast import Runtime
 
+HERE = Path(__file__).resolve().parent
+PEERS = ("litert", "executorch", "executorch_numpy", "onnxruntime")
 GATE_CREATE = 50
 GATE_ANONYMOUS = 5_000_000
 
@@ -94,7 +96,7 @@ def start(commands: dict[str, list[str]], rounds: int) -> dict[str, dict[str, fl
     for _ in range(rounds):
         for name, command in commands.items():
             begun = time.perf_counter()
-            child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
             assert child.stdout is not None
             line = child.stdout.readline()
             times[name].append(time.perf_counter() - begun)
@@ -104,6 +106,37 @@ def start(commands: dict[str, list[str]], rounds: int) -> dict[str, dict[str, fl
         name: {"median_ms": 1e3 * statistics.median(taken), "best_ms": 1e3 * min(taken)}
         for name, taken in times.items()
     }
+
+
+def peers_commands(names: list[str], graph: Any, folder: Path, array: Path) -> dict[str, list[str]]:
+    """What starts the peers, each with a file of its own format; those with a cache have filled it."""
+    sys.path.insert(0, str(HERE / "peers"))
+    import environments
+    import onnx_export
+    import pte_export
+    import tflite_export
+
+    commands: dict[str, list[str]] = {}
+    for name in names:
+        python = environments.make(name)
+        model = folder / f"model.{ {'litert': 'tflite', 'onnxruntime': 'onnx'}.get(name, 'pte') }"
+        given = array
+        if name == "litert":
+            tflite_export.export(graph, model, next((python.parent.parent / "lib").glob("python3*/site-packages")))
+        elif name == "onnxruntime":
+            onnx_export.export(graph, model)
+            if onnx_export.image_inputs(graph)[0]:
+                given = folder / "turned.npy"
+                np.save(given, np.ascontiguousarray(np.load(array).transpose(0, 3, 1, 2)))
+        else:
+            pte_export.export(graph, model)
+        command = [str(python), str(HERE / "peers/start_peer.py"), name, str(model), str(given)]
+        commands[name] = command
+        if name == "litert":
+            commands["litert, its cache"] = [*command, str(folder / "litert.cache")]
+            subprocess.run(commands["litert, its cache"], check=True, capture_output=True)
+            assert (folder / "litert.cache").stat().st_size
+    return commands
 
 
 def together(command: list[str], count: int) -> dict[str, Any]:
@@ -141,7 +174,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--processes", type=int, default=10)
     parser.add_argument("--folder", type=Path, default=None, help="where the model and the cache are put meanwhile")
-    parser.add_argument("--peer", nargs=3, action="append", default=[], metavar=("NAME", "PYTHON", "SCRIPT"))
+    parser.add_argument("--peers", nargs="*", default=[], choices=PEERS, metavar="NAME", help=", ".join(PEERS))
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
@@ -168,7 +201,7 @@ def main() -> int:
 
         child = [sys.executable, "-c", CHILD, str(model), str(array)]
         commands = {"no cache": [*child, "", "-"], "cache": [*child, str(where), "-"]}
-        commands |= {name: [python, script, str(folder)] for name, python, script in options.peer}
+        commands |= peers_commands(options.peers, xnnfast.load(model), folder, array)
         for name, each in start(commands, options.rounds).items():
             print(f"start     {name}: {each['median_ms']:.0f} ms to the first result (best {each['best_ms']:.0f})")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -91,6 +92,36 @@ def test_tflite_form_gives_the_same(cases, name, precision, tmp_path):
     got = interpreter.get_tensor(interpreter.get_output_details()[0]["index"])
     (want,) = xnnfast.Runtime(graph).run(x)
     assert np.abs(got.astype(float) - want).max() <= (1 if got.dtype == np.int8 else 1e-4 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("name, precision", CONVERTED)
+def test_program_form_gives_the_same(cases, name, precision, tmp_path):
+    import pte_export
+
+    graph, x = made(cases, name, precision)
+    pte_export.export(graph, tmp_path / "m.pte")
+    (want,) = xnnfast.Runtime(graph).run(x)
+    program = xnnfast.Program(tmp_path / "m.pte")
+    np.testing.assert_array_equal(program.run(x)[0], want)
+    assert program.file.payload.name == str(tmp_path / "m.pte") and program.methods == ("forward",)
+    peer = environments_python("executorch_numpy")
+    if peer is None:
+        pytest.skip("equal here; no environment of executorch_numpy to run the program in as well")
+    np.save(tmp_path / "x.npy", x)
+    code = (
+        "import sys, numpy; from executorch_numpy_runtime import Runtime; m, x, y = sys.argv[1:];"
+        "p = Runtime.get().load_program(m); numpy.save(y, p.load_method('forward')([numpy.load(x)])[0])"
+    )
+    names = [str(tmp_path / each) for each in ("m.pte", "x.npy", "y.npy")]
+    subprocess.run([str(peer), "-c", code, *names], check=True, capture_output=True)
+    got = np.load(tmp_path / "y.npy")
+    assert np.abs(got.astype(float) - want).max() <= (0 if got.dtype == np.int8 else 1e-5 * np.abs(want).max())
+
+
+def environments_python(name):
+    import environments
+
+    return environments.python_of(name)
 
 
 def test_what_has_no_form_is_named(cases):

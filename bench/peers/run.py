@@ -4,8 +4,8 @@
 
 Makes missing environments first (see environments.py). Peers take turns in fresh processes, forwards and backwards, so
 that no moment of the machine belongs to one of them. ``--write`` puts table and plot into docs/benchmarks.md, between
-its two marks. Programs come from --shared, a folder with models exported by ExecuTorch; without it, ExecuTorch has
-nothing to run and the lists of bench/models remain.
+its two marks. Some programs come from --shared, a folder with models exported by ExecuTorch; without it, the lists of
+bench/models remain.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]
 import cases  # noqa: E402
 import environments  # noqa: E402
 import onnx_export  # noqa: E402
+import pte_export  # noqa: E402
 import tflite_export  # noqa: E402
 
 import xnnfast  # noqa: E402
@@ -87,6 +88,10 @@ class Case:
             cases.build(source, precision=precision).save(path)
             self.files["xnnfast"] = path
             self.graph = xnnfast.load(path)
+            program = folder / "model.pte"
+            pte_export.export(self.graph, program)
+            for peer in ("executorch", "executorch_numpy"):
+                self.files[peer] = program
             self.input = cases.example(source, precision=precision)
         self.first = False
         for peer, export in (("onnxruntime", self._onnx), ("litert", lambda path: self._tflite(path, site))):
