@@ -115,6 +115,6 @@ def test_a_sample_that_the_graph_does_not_provide_for_is_answered_by_the_program
         np.testing.assert_array_equal(again, y)
 
 
-def test_a_program_that_leaves_something_to_do_is_refused_with_what_that_is():
+def test_whole_refuses_what_leaves_something_to_do_with_what_that_is():
     with pytest.raises(UnsupportedError, match=r"is not one graph.*\n.*NumPy step"):
-        Executor(Program(path("bert_mini_fp32_b1"), merge=False))
+        whole(Program(path("bert_mini_fp32_b1"), merge=False))

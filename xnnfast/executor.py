@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ._executor import Crew, is_ready
-from ._graph import Graph
+from ._graph import Graph, Value
 from ._runtime import empty
 from .batching import Layout
 from .errors import ArgumentError, ClosedError, DtypeError, OverlapError, ShapeError, UnsupportedError, XnnfastError
@@ -30,6 +30,7 @@ from .limits import allowed_cpus
 from .lower import lower_batches
 from .ops._rules import text
 from .precision import Accuracy, apply
+from .stepwise import StepCrew, Terminal
 
 if TYPE_CHECKING:
     from .program import Program
@@ -136,7 +137,9 @@ class Executor:
     Parameters
     ----------
     source : Graph, Program, path or buffer
-        A program has to come down to one graph: :meth:`Program.plan` tells.
+        A program that comes down to one graph (:meth:`Program.plan` tells) is run as that. Of others every worker
+        gets a copy, packed weights included, and takes one sample after the other; they have to be made for a
+        batch of 1.
     workers : int, optional
         Threads that work on a batch, the calling one included; by default as many as CPUs are allowed.
     threads : int, default 1
@@ -160,8 +163,10 @@ class Executor:
 
     Attributes
     ----------
-    graph : Graph
+    graph : Graph or None
+        None for a program that is not one graph.
     inputs, outputs : tuple of Value
+        Or of what has ``id``, ``dtype`` and ``shape`` likewise.
     workers, threads : int
     precision : str or None
     accuracy : Accuracy or None
@@ -189,13 +194,10 @@ class Executor:
         for name, number in (("workers", workers), ("threads", threads), ("micro_batch", micro_batch)):
             if number is not None and (not isinstance(number, (int, np.integer)) or number < 1):
                 raise ArgumentError(f"need {name} of at least 1, got {number!r}")
-        self.graph, self._watched, self._program = _opened(source)
+        graph, self._watched, self._program = _opened(source, weights_cache)
         self.precision = precision
         self.accuracy: Accuracy | None = None
         self._as_filed: dict[str, Any] = {"batched": batched, "batch": batch}
-        run, self._flags = (self.graph, 0) if precision is None else apply(self.graph, precision)
-        self._run = run
-        self._lowered = lower_batches(run, batched, batch)
         allowed = allowed_cpus() if workers is None else None
         self.workers = allowed.count if allowed is not None else int(workers)  # type: ignore[arg-type]
         self._reason = allowed.reason if allowed is not None else "given"
@@ -203,8 +205,15 @@ class Executor:
         self._micro_batch = None if micro_batch is None else int(micro_batch)
         self._pin = bool(pin)
         self._cache = weights_cache
-        self.inputs = self.graph.inputs
-        self.outputs = self.graph.outputs[: len(self.graph.outputs) - self._watched]
+        self.graph = graph
+        self._steps: StepCrew | None = None
+        if graph is None:
+            self._take_steps()
+        else:
+            self._run, self._flags = (graph, 0) if precision is None else apply(graph, precision)
+            self._lowered = lower_batches(self._run, batched, batch)
+            self.inputs: tuple[Value | Terminal, ...] = graph.inputs
+            self.outputs: tuple[Value | Terminal, ...] = graph.outputs[: len(graph.outputs) - self._watched]
         self.staged = 0
         self._closed = False
         self._tuners: dict[tuple[Any, ...], _Tuner] = {}
@@ -213,12 +222,31 @@ class Executor:
         self._pace = math.inf
         self._start()
 
+    def _take_steps(self) -> None:
+        """Become an executor of a program that is not one graph: sample by sample."""
+        if self.precision is not None:
+            raise UnsupportedError(f"precision {self.precision!r} needs a graph, this program is several parts:\n"
+                                   f"{self._program.plan()}")  # type: ignore[union-attr]
+        if self._as_filed["batch"] not in (None, 1) or self._micro_batch not in (None, 1) or self.threads > 1:
+            raise ArgumentError("need batch, micro_batch and threads of 1 for a program of several parts, which runs "
+                                f"sample by sample:\n{self._program.plan()}")  # type: ignore[union-attr]
+        self._micro_batch = 1
+        self._steps = StepCrew(self._program, workers=self.workers,  # type: ignore[arg-type]
+                               batched=self._as_filed["batched"])
+        self.inputs, self.outputs = self._steps.inputs, self._steps.outputs
+
     def _start(self) -> None:
         """What belongs to this process: made anew in a forked child."""
         self._lock = threading.Lock()
         self._pending: set[Future[Arrays]] = set()
         self._queue: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
         self._dispatcher: threading.Thread | None = None
+        if self._steps is not None:
+            if self._steps.stale:
+                self._steps = StepCrew(self._steps.program, workers=self.workers, batched=self._as_filed["batched"])
+            self._crew: Crew | StepCrew = self._steps
+            _living.add(self)
+            return
         self._crew = Crew(self._run, self._lowered, workers=self.workers, threads=self.threads, flags=self._flags,
                           cpus=self._cpus(), weights_cache=self._cache)
         _living.add(self)
@@ -229,7 +257,7 @@ class Executor:
         # The last ones, since whatever else runs tends to be on the first.
         return sorted(os.sched_getaffinity(0), reverse=True)
 
-    def _alive(self) -> Crew:
+    def _alive(self) -> Crew | StepCrew:
         if self._closed:
             raise ClosedError("this executor was closed")
         if self._crew.stale:
@@ -363,6 +391,8 @@ class Executor:
     # ---- the size of a piece
 
     def _tuner_of(self, variant: tuple[Any, ...]) -> _Tuner:
+        if self._steps is not None:
+            return self._tuner
         tuner = self._tuners.get(variant)
         if tuner is None:
             known = self._run.caches.setdefault("micro_batch", {}).get(self._key(variant))
@@ -669,9 +699,10 @@ class Executor:
     def memory(self) -> dict[str, int]:
         """Bytes: ``mapped`` constants used in place, ``copied`` constants, ``packed`` weights (once for all workers),
         ``workspace`` of all workers, ``staging`` buffers."""
+        constants = self.graph.constants if self.graph is not None else ()
         return {
-            "mapped": sum(constant.nbytes for constant in self.graph.constants if constant.in_place),
-            "copied": sum(constant.nbytes for constant in self.graph.constants if not constant.in_place),
+            "mapped": sum(constant.nbytes for constant in constants if constant.in_place),
+            "copied": sum(constant.nbytes for constant in constants if not constant.in_place),
             **self._crew.memory,
         }
 
@@ -709,11 +740,12 @@ class Executor:
         raise TypeError("an Executor can't be pickled; pickle the path of its file and make a new Executor there")
 
     def __repr__(self) -> str:
-        return f"Executor({self.graph!r}, workers={self.workers}, threads={self.threads})"
+        return f"Executor({self.graph or self._program!r}, workers={self.workers}, threads={self.threads})"
 
 
-def _opened(source: Any) -> tuple[Graph, int, Program | None]:
-    """A graph, how many of its last outputs are watched values, and the program that it stands for."""
+def _opened(source: Any, weights_cache: Any) -> tuple[Graph | None, int, Program | None]:
+    """A graph, how many of its last outputs are watched values, and the program that it stands for. Without a graph the
+    program runs in steps."""
     from .load import load
     from .program import Program
 
@@ -724,10 +756,14 @@ def _opened(source: Any) -> tuple[Graph, int, Program | None]:
         try:
             return load(source), 0, None
         except UnsupportedError:
-            program = Program(source)
+            program = Program(source, weights_cache=weights_cache)
     from .whole import whole
 
-    return *whole(program), program
+    try:
+        return *whole(program), program
+    except UnsupportedError:
+        program.method("forward").require_operators()
+        return None, 0, program
 
 
 def _first(array: Array, layout: Layout, rows: int, count: int) -> Array:
