@@ -17,10 +17,11 @@ SOURCES := pyproject.toml setup.py MANIFEST.in README.md LICENSE $(shell find xn
 	\( -name '*.py' -o -name '*.pyx' -o -name '*.pxd' -o -name '*.fbs' -o -name '*.h' -o -name PIN -o -name py.typed -o -name '*.css' -o -name '*.js' \
 	-o -name '_*.pyi' \) -not -path '*/_generated/*')
 
-.PHONY: help run test fuzz sanitize lint wheel clean bench-gate
+.PHONY: help run test docs fuzz sanitize lint wheel clean bench-gate
 help:
 	@echo 'make run    train a classifier of handwritten digits, run it from its graph file ($(OUT)/digits.xnn)'
 	@echo 'make test   run all tests; TESTS=tests/test_cli.py and PYTEST_FLAGS="-k add -x" choose'
+	@echo 'make docs   build the pages of documentation into build/site; dead links stop it'
 	@echo 'make fuzz   search for files that do harm for FUZZ_SECONDS=600; FUZZ_SEEDS=folder adds good files to begin with'
 	@echo 'make sanitize  run all tests with sanitizers in our modules (gcc or clang with their runtime libraries)'
 	@echo 'make bench-gate  measure ratios against recorded bounds, for information'
@@ -36,6 +37,10 @@ run: $(VENV)/.run
 test: $(VENV)/.test
 	cd $(VENV) && XNNFAST_TEST_INSTALLED=1 bin/pytest -c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) $(PYTEST_FLAGS) \
 		$(addprefix $(CURDIR)/,$(TESTS))
+
+# From inside the environment, for the same reason.
+docs: $(VENV)/.docs
+	cd $(VENV) && NO_MKDOCS_2_WARNING=1 bin/mkdocs build -f $(CURDIR)/mkdocs.yml
 
 fuzz: $(VENV)/.fuzz
 	cd $(VENV) && bin/python $(CURDIR)/fuzz/run.py $(FUZZ_SECONDS) $(abspath $(FUZZ_SEEDS)) --keep fuzz
@@ -78,9 +83,10 @@ $(VENV)/.tools: pyproject.toml .ci/requires.py
 
 $(VENV)/.run: EXTRAS := cli,example
 $(VENV)/.test: EXTRAS := cli,example,test
+$(VENV)/.docs: EXTRAS := docs
 # What the last build copied is removed first, or modules that are gone would be installed again. Compiled modules
 # stay, because setuptools compiles whatever is missing from there.
-$(VENV)/.run $(VENV)/.test: $(VENV)/.tools $(SOURCES)
+$(VENV)/.run $(VENV)/.test $(VENV)/.docs: $(VENV)/.tools $(SOURCES)
 	if test -d build; then find build -path 'build/lib*' -type f -not -name '*.so' -delete; fi
 	$(PIP) install --no-build-isolation '.[$(EXTRAS)]'
 	touch $@

@@ -18,6 +18,8 @@ EMPTY_ATTRS = types.MappingProxyType({})
 cdef class Constant:
     """Bytes of a constant value: a read-only view into the payload, or a padded copy.
 
+    Made by :func:`load` and :class:`GraphBuilder`; the constructor is for tools and takes the attributes by name.
+
     Attributes
     ----------
     index : int
@@ -34,6 +36,15 @@ cdef class Constant:
         True when XNNPACK reads the payload itself.
     reason : str or None
         Why the bytes were copied.
+    owner : object
+        What the bytes came from, kept alive as long as the constant.
+    address : int
+        Address of the first byte.
+
+    Raises
+    ------
+    ValueError
+        The constructor was given a buffer that is not contiguous.
     """
 
     def __init__(self, data, *, int index=0, Py_ssize_t offset=-1, str key=None, str reason=None, owner=None):
@@ -83,6 +94,8 @@ cpdef size_t address_of(object buffer) except? 0:
 cdef class Value:
     """One value (tensor) of a graph.
 
+    Made by :func:`load` and :class:`GraphBuilder`; the constructor is for tools and takes the attributes by name.
+
     Attributes
     ----------
     id : int
@@ -94,12 +107,18 @@ cdef class Value:
     quantization : PerTensor, PerChannel, PerBlock, PerToken or None
     external_id : int or None
         Number by which a delegate call names an input or output; None for internal values and constants.
-    is_input, is_output : bool
+    is_input, is_output, is_external : bool
+        Whether the caller provides it, gets it, or one of both.
     constant : Constant or None
+        Its bytes, if they never change.
     dq_datatype : str or None
         XN00 only: ``"qint8"`` where the external value is quantized dynamically on its way in.
     offset : int
         Byte offset of the value's table in the payload, -1 if it has none.
+    nbytes : int
+        Bytes of the declared shape.
+    dtype : numpy.dtype or None
+        dtype of an array that holds the value; None for packed 4-bit types.
     """
 
     def __init__(self, id, str datatype, shape, *, quantization=None, external_id=None, bint is_input=False,
@@ -116,7 +135,23 @@ cdef class Value:
         self.offset = offset
 
     def replace(self, **changes):
-        """A copy of the value with some attributes changed."""
+        """A copy of the value with some attributes changed.
+
+        Parameters
+        ----------
+        **changes
+            New attributes, by the names of the constructor's arguments.
+
+        Returns
+        -------
+        Value
+            One that no graph knows; nothing is checked before it becomes part of one.
+
+        Raises
+        ------
+        TypeError
+            There is no such attribute.
+        """
         fields = dict(
             id=self.id, datatype=self.datatype, shape=self.shape, quantization=self.quantization,
             external_id=self.external_id, is_input=self.is_input, is_output=self.is_output,
@@ -140,7 +175,19 @@ cdef class Value:
         return self.is_input or self.is_output
 
     def array(self):
-        """A constant's elements as a read-only NumPy array that shares its memory (4-bit types: packed uint8)."""
+        """A constant's elements.
+
+        Returns
+        -------
+        numpy.ndarray
+            Read-only, of :attr:`shape` and :attr:`dtype`, in the memory of the constant: the file stays mapped as long
+            as the array lives. 4-bit types: packed uint8, two elements in a byte, ``ceil(n / 2)`` bytes in a row.
+
+        Raises
+        ------
+        GraphError
+            The value is not constant.
+        """
         if self.constant is None:
             raise GraphError(f"value {self.id} is not constant", value=self.id)
         dtype = self.dtype
@@ -159,6 +206,8 @@ cdef class Value:
 cdef class Node:
     """One operation of a graph.
 
+    Made by :func:`load` and :class:`GraphBuilder`; the constructor is for tools and takes the attributes by name.
+
     Attributes
     ----------
     op : xnnfast.ops.Op
@@ -170,13 +219,17 @@ cdef class Node:
     attrs : mapping of str to int, float or tuple of int
         The other fields of the node's table, under the schema's names.
     flags : int
+        XNNPACK's bits, such as that of same padding; docs/operators.md lists those of each operator.
     clamp : (float, float) or None
-        ``output_min_max``; None when absent.
+        ``output_min_max``, lowest and highest result as real numbers; None when absent.
     debug_handle : int
+        The exporter's number of the source operation; 0 for none.
     index : int
         Place in the file's order.
     offset : int
         Byte offset of the node's table in the payload, -1 if it has none.
+    where : str
+        The node as error messages name it: ``node 4 (add, debug handle 17)``.
     """
 
     def __init__(self, op, inputs, outputs, attrs=None, *, int flags=0, tuple clamp=None,
@@ -192,7 +245,23 @@ cdef class Node:
         self.offset = offset
 
     def replace(self, **changes):
-        """A copy of the node with some attributes changed."""
+        """A copy of the node with some attributes changed.
+
+        Parameters
+        ----------
+        **changes
+            New attributes, by the names of the constructor's arguments.
+
+        Returns
+        -------
+        Node
+            One that no graph knows; nothing is checked before it becomes part of one.
+
+        Raises
+        ------
+        TypeError
+            There is no such attribute.
+        """
         fields = dict(op=self.op, inputs=self.inputs, outputs=self.outputs, attrs=dict(self.attrs), flags=self.flags,
                       clamp=self.clamp, debug_handle=self.debug_handle, index=self.index, offset=self.offset)
         fields.update(changes)
@@ -211,9 +280,13 @@ cdef class Node:
 cdef class Graph:
     """A validated graph: values, nodes in an order in which they can run, inputs and outputs.
 
+    Made by :func:`load` and :meth:`GraphBuilder.graph`; the constructor is for tools, takes the attributes by name and
+    checks everything: what it lets through is a graph that XNNPACK can run.
+
     Attributes
     ----------
     values : tuple of Value
+        All of them, constants included.
     nodes : tuple of Node
         Sorted so that every node follows the producers of its inputs; ``node.index`` is the file's order.
     inputs, outputs : tuple of Value
@@ -236,6 +309,13 @@ cdef class Graph:
         Keeps the bytes of the constants alive.
     limits : Limits
         Caps on what the graph may ask for, here and when it runs.
+    zero_copy : (int, int)
+        How many constants are used in place, and how many there are.
+
+    Raises
+    ------
+    GraphError, ShapeError, UnsupportedError, LimitError
+        The parts make no graph, or none that XNNPACK computes.
     """
 
     def __init__(self, values, nodes, inputs, outputs, *, str dialect="xn01", str container="memory", str version="",
@@ -274,14 +354,38 @@ cdef class Graph:
         self.producers = {output: node for node in self.nodes for output in node.outputs}
 
     def value(self, id):
-        """The value with that id; GraphError if there is none."""
+        """The value with that id.
+
+        Parameters
+        ----------
+        id : int
+            The file's ``id_out``, as nodes name it.
+
+        Returns
+        -------
+        Value
+
+        Raises
+        ------
+        GraphError
+            No value has it.
+        """
         try:
             return self._by_id[id]
         except KeyError:
             raise GraphError(f"no value has the id {id}", value=id) from None
 
     def has_value(self, id):
-        """Whether a value has that id."""
+        """Whether a value has that id.
+
+        Parameters
+        ----------
+        id : int
+
+        Returns
+        -------
+        bool
+        """
         return id in self._by_id
 
     @property

@@ -183,6 +183,13 @@ def empty(shape, dtype="fp32"):
     -------
     numpy.ndarray
         C-contiguous, aligned to 64 bytes, with 64 readable bytes behind the last element.
+
+    Raises
+    ------
+    DtypeError
+        The dtype holds objects, or is one of 4 bits: those are packed into uint8.
+    ShapeError
+        A dimension is negative.
     """
     entry = DATATYPES.get(dtype) if isinstance(dtype, str) else None
     if entry is not None and entry.dtype is None:
@@ -851,6 +858,7 @@ cdef class Runtime:
     Parameters
     ----------
     graph : Graph
+        Kept, and with it the mapped file, as long as the runtime lives.
     threads : int, default 1
         Threads that share the work of one call. One is right for throughput, where several runtimes
         run side by side; more lower the latency of large graphs and slow small ones down.
@@ -867,6 +875,9 @@ cdef class Runtime:
     ----------
     graph : Graph
     inputs, outputs : tuple of Value
+        In the order in which :meth:`run` takes and returns them.
+    threads : int
+    check_finite : bool
     weights_cache : str
         What became of the cache: ``"off"``, ``"hit"`` (weights are mapped from its file), ``"saved"`` (packed and
         written), ``"shared"`` (another runtime of the graph had packed already), ``"not saved: "`` and why, or
@@ -874,6 +885,15 @@ cdef class Runtime:
     staged : int
         How many input or output arrays had to be copied so far, because they were not contiguous,
         not aligned, byte-swapped, or ended too close to the end of mapped memory.
+
+    Raises
+    ------
+    ArgumentError
+        ``threads`` is not positive, or ``weights_cache`` is none of these.
+    UnsupportedError
+        This CPU has no kernel for something in the graph.
+    XnnpackError
+        XNNPACK refused the graph.
 
     Notes
     -----
@@ -1291,12 +1311,24 @@ cdef class Runtime:
     def profile(self, *inputs, int rounds=10):
         """Time of every operator, averaged over rounds.
 
+        Parameters
+        ----------
+        *inputs : array_like
+            As for :meth:`run`.
+        rounds : int, default 10
+            How often the graph runs.
+
         Returns
         -------
         list of (int, str, float)
             Index of the graph's node (-1 for a copy that lowering added), kernel name, microseconds.
             XNNPACK's clock counts whole microseconds: only the average over rounds says something about
             operators shorter than that.
+
+        Raises
+        ------
+        ArgumentError, DtypeError, ShapeError, LimitError, BusyError
+            As for :meth:`run`.
         """
         cdef Engine saved = self.engine
         if not xf_try_enter(&self.busy):

@@ -103,7 +103,20 @@ class ClampOptions(Options, total=False):
 
 
 class GraphBuilder:
-    """Makes a graph. Values belong to the builder that made them; everything is checked as it is added."""
+    """Makes a graph. Values belong to the builder that made them; everything is checked as it is added.
+
+    Notes
+    -----
+    There is one method per operator. Each takes operands (values of this builder, arrays that become constants, numbers
+    beside an fp32 or fp16 value) and, by name, what every operator takes:
+
+    * ``output``: a value made by :meth:`value` to hold the result;
+    * ``datatype``, ``quantization``: the result's, the first input's if left out; quantized results need parameters,
+      except from operators that only move numbers;
+    * ``like``: a value whose datatype and quantization the result gets;
+    * ``debug_handle``: a number of yours that messages and profiles repeat;
+    * ``clamp``: lowest and highest result, None for an open side; only where the method's text says so.
+    """
 
     def __init__(self) -> None:
         self._values: list[Value] = []
@@ -119,23 +132,75 @@ class GraphBuilder:
               *, external_id: int | None = None, dq_datatype: str | None = None) -> Value:
         """A value that the caller of the graph provides.
 
-        External ids count up from 0, inputs before outputs, each in the order of the calls, where
-        they are not given. With ``dq_datatype="qint8"`` (dialect xn00) the value comes in as
-        declared and is quantized on its way to the operators.
+        Parameters
+        ----------
+        shape : sequence of int
+            As declared. Runs may bring others, where the operators permit it.
+        datatype : str, default "fp32"
+            XNNPACK's name: docs/operators.md has those of each operator.
+        quantization : PerTensor or PerToken, optional
+            Needed for quantized datatypes.
+        external_id : int, optional
+            External ids count up from 0, inputs before outputs, each in the order of the calls, where they are
+            not given.
+        dq_datatype : str, optional
+            With ``"qint8"`` (dialect xn00) the value comes in as declared and is quantized on its way to the
+            operators.
+
+        Returns
+        -------
+        Value
+
+        Raises
+        ------
+        DtypeError, ShapeError, GraphError
+            There is no such datatype or shape, or the parameters do not go with it.
         """
         value = self._add(datatype, shape, quantization, is_input=True, dq_datatype=dq_datatype)
         self._inputs[value.id] = external_id
         return value
 
     def value(self, shape: Sequence[int], datatype: str = "fp32", quantization: Quantization | None = None) -> Value:
-        """A value for an operator to write: pass it as ``output=``. Only needed to declare one by hand."""
+        """A value for an operator to write: pass it as ``output=``. Only needed to declare one by hand.
+
+        Parameters
+        ----------
+        shape, datatype, quantization
+            As for :meth:`input`.
+
+        Returns
+        -------
+        Value
+
+        Raises
+        ------
+        DtypeError, ShapeError, GraphError
+            As for :meth:`input`.
+        """
         return self._add(datatype, shape, quantization)
 
     def constant(self, array: Array, datatype: str | None = None, quantization: Quantization | None = None) -> Value:
         """A value with fixed elements, copied from the array.
 
-        The datatype follows from the dtype and the kind of quantization where it is not given.
-        4-bit types take int8 numbers -8..7, or uint8 rows that are packed already.
+        Parameters
+        ----------
+        array : array_like
+            4-bit types take int8 numbers -8..7, or uint8 rows that are packed already.
+        datatype : str, optional
+            Follows from the dtype and the kind of quantization where it is not given.
+        quantization : PerTensor, PerChannel or PerBlock, optional
+            Needed for quantized datatypes.
+
+        Returns
+        -------
+        Value
+
+        Raises
+        ------
+        DtypeError
+            There is no datatype for such an array.
+        ShapeError, GraphError
+            Rows of an odd number of 4-bit elements, numbers out of range, parameters that do not fit.
         """
         array = np.asarray(array)
         datatype = _constant_datatype(array, datatype, quantization)
@@ -156,7 +221,25 @@ class GraphBuilder:
         return self._add(datatype, shape, quantization, constant=_owned(array))
 
     def output(self, value: Value, *, external_id: int | None = None) -> Value:
-        """Declares a value as a result of the graph; the same value."""
+        """Declares a value as a result of the graph.
+
+        Parameters
+        ----------
+        value : Value
+            One that an operator writes, or an input.
+        external_id : int, optional
+            As for :meth:`input`.
+
+        Returns
+        -------
+        Value
+            The same.
+
+        Raises
+        ------
+        GraphError
+            It is constant, an output already, or of another builder.
+        """
         self._own(value)
         if value.constant is not None:
             raise GraphError(f"need a value that a node or the caller writes, value {value.id} is constant",
@@ -205,8 +288,29 @@ class GraphBuilder:
              debug_handle: int = 0) -> tuple[Value, ...]:
         """The values that a new node writes. The operators' methods are short forms of this one.
 
-        ``inputs`` stand in the order of ``OPS[name].inputs``, None for one that is left out; ``attrs``
-        has the schema's names. The other arguments are those of :class:`Options`.
+        Parameters
+        ----------
+        name : str
+            The operator: ``"fully_connected"``.
+        inputs : sequence of Value, array, number or None
+            In the order of ``xnnfast.ops.OPS[name].inputs``, None for one that is left out.
+        attrs : mapping of str to int, float or sequence of int, optional
+            The other fields of the node's table, under the schema's names.
+        flags : int
+            XNNPACK's bits.
+        clamp, output, datatype, quantization, like, debug_handle
+            What the class says of all operators.
+
+        Returns
+        -------
+        tuple of Value
+
+        Raises
+        ------
+        ArgumentError
+            There is no such operator, or it does not take such arguments.
+        ShapeError, GraphError, DtypeError
+            XNNPACK would not compute that node; the message says which rule it breaks.
         """
         op = OPS.get(name)
         if op is None or op.kind is None:
@@ -292,7 +396,12 @@ class GraphBuilder:
     # ---- the graph
 
     def parts(self) -> _writer.Parts:
-        """The values and nodes so far, as the writer takes them; nothing is checked as a whole."""
+        """The values and nodes so far, as the writer takes them; nothing is checked as a whole.
+
+        Returns
+        -------
+        Parts
+        """
         external = self._external_ids()
         values = []
         for value in self._values:
@@ -325,18 +434,76 @@ class GraphBuilder:
         return external
 
     def graph(self, *, dialect: str = "xn01") -> Graph:
-        """The validated graph, in memory. The builder may go on; the graph won't follow."""
+        """The validated graph, in memory. The builder may go on; the graph won't follow.
+
+        Parameters
+        ----------
+        dialect : "xn01", "xn00" or "seed"
+            Whose rules the graph has to satisfy.
+
+        Returns
+        -------
+        Graph
+
+        Raises
+        ------
+        GraphError, ShapeError, UnsupportedError
+            It makes no sense as a whole: no outputs, say.
+        """
         return Graph(*self.parts(), dialect=dialect)
 
     def finish(self, *, dialect: str = "xn01", container: str | None = None, scales: str | None = None,
                version: str | None = None) -> bytes:
-        """The validated graph as a file's bytes; the arguments are those of :func:`writer.to_bytes`."""
+        """The validated graph as a file's bytes.
+
+        Parameters
+        ----------
+        dialect : "xn01", "xn00" or "seed"
+        container : "XH00" or "bare", optional
+            xn01 always has the header; the seed never; xn00 has none unless asked for.
+        scales : "inline" or "constant", optional
+            Where scales of channels and blocks go: into the value's table, or among the constants. Left out,
+            channels are inline and blocks are constants.
+        version : str, optional
+            The version text; left out, what the dialect's own writers store.
+
+        Returns
+        -------
+        bytes
+
+        Raises
+        ------
+        GraphError, ShapeError
+            As for :meth:`graph`.
+        UnsupportedError
+            The dialect has no word for something in the graph, such as any operator but add in the seed.
+        """
         return _writer.to_bytes(self.graph(dialect=dialect), dialect=dialect, container=container, scales=scales,
                                 version=version)
 
     def save(self, target: str | os.PathLike[str] | IO[bytes], *, dialect: str = "xn01", container: str | None = None,
              scales: str | None = None, version: str | None = None) -> int:
-        """Writes the validated graph to a file, whole or not at all; the number of bytes. See :func:`writer.write`."""
+        """Writes the validated graph to a file, whole or not at all.
+
+        Parameters
+        ----------
+        target : path or binary file
+            A path gets its content by renaming: the bytes go to a temporary file beside it, which is flushed to disk.
+        dialect, container, scales, version
+            As for :meth:`finish`.
+
+        Returns
+        -------
+        int
+            The number of bytes.
+
+        Raises
+        ------
+        OSError
+            The disk is full, or may not be written.
+        GraphError, ShapeError, UnsupportedError
+            As for :meth:`finish`.
+        """
         return _writer.write(target, self.graph(dialect=dialect), dialect=dialect, container=container, scales=scales,
                              version=version)
 
@@ -435,7 +602,6 @@ class GraphBuilder:
 
     def fully_connected(self, x: Operand, filter: Operand, bias: Operand | None = None, *,
                         transpose_weights: bool = False, **options: Unpack[ClampOptions]) -> Value:
-        """An int32 array as the bias of a quantized layer gets the parameters that it must have."""
         x, filter = self._operand(x), self._operand(filter)
         return self.node("fully_connected", [x, filter, self._bias(x, filter, bias)],
                          flags=TRANSPOSE_WEIGHTS if transpose_weights else 0, **options)[0]
@@ -447,7 +613,6 @@ class GraphBuilder:
     def scaled_dot_product_attention(self, query: Operand, key: Operand, value: Operand,
                                      scale: Operand | None = None, mask: Operand | None = None,
                                      **options: Unpack[Options]) -> Value:
-        """Left out, the scale is one over the square root of the channels and the mask is zero."""
         query, key = self._operand(query), self._operand(key)
         if len(query.shape) != 4 or len(key.shape) not in (3, 4):
             raise ShapeError(f"need a query of rank 4 and a key of rank 3 or 4, found {_text(query.shape)} and "
@@ -463,7 +628,6 @@ class GraphBuilder:
     def conv2d(self, x: Operand, filter: Operand, bias: Operand | None = None, *, padding: Size = 0, stride: Size = 1,
                dilation: Size = 1, groups: int = 1, same_padding: bool = False,
                **options: Unpack[ClampOptions]) -> Value:
-        """``padding`` is one number or (top, right, bottom, left); ``stride`` and ``dilation`` one or two."""
         x, filter = self._operand(x), self._operand(filter)
         outputs, height, width, inputs = _rank4("a conv2d filter", filter)
         return self.node("conv2d", [x, filter, self._bias(x, filter, bias)],
@@ -487,7 +651,6 @@ class GraphBuilder:
     def conv_transpose2d(self, x: Operand, filter: Operand, bias: Operand | None = None, *, padding: Size = 0,
                          stride: Size = 1, dilation: Size = 1, groups: int = 1, adjustment: Size = 0,
                          **options: Unpack[ClampOptions]) -> Value:
-        """``adjustment`` adds rows and columns at the bottom and right: a stride leaves several sizes possible."""
         x, filter = self._operand(x), self._operand(filter)
         outputs, height, width, inputs = _rank4("a conv_transpose2d filter", filter)
         more = dict(zip(("adjustment_height", "adjustment_width"), _pair("adjustment", adjustment)))
@@ -511,20 +674,17 @@ class GraphBuilder:
 
     def average_pooling2d(self, x: Operand, pooling: Size, *, stride: Size | None = None, padding: Size = 0,
                           same_padding: bool = False, **options: Unpack[ClampOptions]) -> Value:
-        """Left out, the stride is the window's size."""
         return self.node("average_pooling2d", [x], _pool(pooling, padding) | _stride(pooling, stride),
                          flags=SAME_PADDING if same_padding else 0, **options)[0]
 
     def max_pooling2d(self, x: Operand, pooling: Size, *, stride: Size | None = None, padding: Size = 0,
                       dilation: Size = 1, same_padding: bool = False, **options: Unpack[ClampOptions]) -> Value:
-        """Left out, the stride is the window's size."""
         more = dict(zip(("dilation_height", "dilation_width"), _pair("dilation", dilation)))
         return self.node("max_pooling2d", [x], _pool(pooling, padding) | _stride(pooling, stride) | more,
                          flags=SAME_PADDING if same_padding else 0, **options)[0]
 
     def argmax_pooling2d(self, x: Operand, pooling: Size, *, padding: Size = 0, same_padding: bool = False,
                          debug_handle: int = 0) -> tuple[Value, Value]:
-        """Two values, the largest elements and their places. Files declare the places fp32; the bytes are uint32."""
         value, index = self.node("argmax_pooling2d", [x], _pool(pooling, padding),
                                  flags=SAME_PADDING if same_padding else 0, debug_handle=debug_handle)
         return value, index
@@ -540,13 +700,11 @@ class GraphBuilder:
                                                             for axis in perm]}, **options)[0]
 
     def static_reshape(self, x: Operand, new_shape: Sequence[int], **options: Unpack[Options]) -> Value:
-        """-1 is inferred as well."""
         return self.node("static_reshape", [x], {"new_shape": [0 if dim == -1 else dim for dim in new_shape]},
                          **options)[0]
 
     def static_slice(self, x: Operand, offsets: Sequence[int], sizes: Sequence[int | None],
                      **options: Unpack[Options]) -> Value:
-        """A size of None is what is left of the dimension."""
         x = self._operand(x)
         rest = [dim - offset if size is None else size for dim, offset, size in zip(x.shape, offsets, sizes)]
         return self.node("static_slice", [x], {"offsets": offsets, "sizes": rest + list(sizes)[len(rest):]},
@@ -565,7 +723,26 @@ class GraphBuilder:
                          **options)[0]
 
     def concatenate(self, values: Sequence[Operand], axis: int, **options: Unpack[Options]) -> Value:
-        """Any number of values one after the other: a node takes up to five, so more make a tree of nodes."""
+        """Any number of values one after the other: a node takes up to five, so more make a tree of nodes.
+
+        Parameters
+        ----------
+        values : sequence of Value or array
+            Two or more, of equal shapes except along the axis.
+        axis : int
+            Negative ones count from the end.
+        **options
+            What the class says of all operators.
+
+        Returns
+        -------
+        Value
+
+        Raises
+        ------
+        ArgumentError, ShapeError, GraphError
+            Fewer than two, or of shapes or datatypes that do not go together.
+        """
         operands = [self._operand(value) for value in values]
         if len(operands) < 2:
             raise ArgumentError(f"need 2 values or more to concatenate, found {len(operands)}")
@@ -601,11 +778,80 @@ class GraphBuilder:
                          {"axis": axis + rank if -rank <= axis < 0 else axis}, **options)[0]
 
 
-# What an operator computes is said once, in its row.
+# What an operator computes is said once, in its row; what an argument means, once for all operators that have it.
+_SAID = {
+    "a": "Value, array or number", "b": "Value, array or number", "c": "Value or array", "d": "Value or array",
+    "e": "Value or array", "query": "Value\n    Batch, heads, tokens, channels.",
+    "key": "Value\n    Batch, heads, tokens, channels; without heads, one for all of them.",
+    "value": "Value\n    As the key.",
+    "x": "Value, array or number",
+    "slope": "Value or array\n    One for each channel of the last axis.",
+    "low": "float or None\n    Lowest result, None for none.",
+    "high": "float or None\n    Highest result, None for none.",
+    "negative_slope": "float, default 0.01\n    Factor of negative numbers.",
+    "alpha": "float, default 1\n    What very negative numbers come down to, with its sign changed.",
+    "datatype": "str, optional\n    The result's; ``\"qdint8\"`` with ``PerToken(n)`` quantizes each run's rows of the "
+                "last n axes by themselves.",
+    "quantization": "PerTensor or PerToken, optional\n    The result's.",
+    "output": "Value, optional\n    A value made by :meth:`value` to hold the result.",
+    "like": "Value, optional\n    A value whose datatype and quantization the result gets.",
+    "debug_handle": "int\n    A number of yours that messages and profiles repeat.",
+    "filter": "Value or array\n    Output channels first, input channels last; for depthwise convolutions all channels "
+              "last.",
+    "bias": "Value or array, optional\n    One for each output channel. An int32 array beside a quantized input gets "
+            "the parameters that it must have.",
+    "transpose_weights": "bool, default False\n    The filter has input channels first.",
+    "transpose_b": "bool, default False\n    The last two axes of ``b`` are swapped.",
+    "scale": "Value, array or float, optional\n    One for each channel; left out, one over the square root of the "
+             "channels.",
+    "mask": "Value or array, optional\n    Added to the scores, tokens of the query by those of the key. "
+            "Left out, zeros.",
+    "padding": "int or (int, int, int, int), default 0\n    Rows and columns around images: top, right, bottom, "
+               "left.",
+    "stride": "int or (int, int)\n    Rows and columns from one window to the next: 1 if left out, for pooling the "
+              "window's size.",
+    "dilation": "int or (int, int), default 1\n    Rows and columns from one tap to the next.",
+    "groups": "int, default 1\n    Groups of channels that do not mix.",
+    "same_padding": "bool, default False\n    Pad as TensorFlow's SAME does; ``padding`` has to be 0.",
+    "adjustment": "int or (int, int), default 0\n    Rows and columns added at the bottom and right: a stride leaves "
+                  "several sizes possible.",
+    "pooling": "int or (int, int)\n    Height and width of the window.",
+    "keep_dims": "bool, default True\n    Leave height and width in the shape, as 1.",
+    "perm": "sequence of int\n    For each axis of the result, the axis it comes from.",
+    "new_shape": "sequence of int\n    At most one of them 0 or -1: what is left over.",
+    "offsets": "sequence of int\n    First element along each axis.",
+    "sizes": "sequence of int or None\n    Elements along each axis, None for what is left of it.",
+    "pre_paddings": "sequence of int\n    Elements put before, for each axis.",
+    "post_paddings": "sequence of int\n    Elements put behind, for each axis.",
+    "padding_value": "float, default 0\n    As a real number, also in quantized values.",
+    "new_size": "int or (int, int)\n    Height and width of the result.",
+    "align_corners": "bool, default False\n    Corners of input and result are at the same place.",
+    "legacy_mode": "bool, default False\n    The centres of pixels are at whole numbers, as in old TensorFlow.",
+    "axis": "int\n    Negative ones count from the end.",
+}  # fmt: skip
+
+
+def _described(op: Op, method: Any) -> str:
+    code = method.__code__
+    names = code.co_varnames[1:code.co_argcount + code.co_kwonlyargcount]
+    takes = ", and ``clamp``" if op.takes_clamp else ""
+    lines = [f"{op.doc[:1].upper()}{op.doc[1:]}.", "", "Parameters", "----------"]
+    lines += [f"{name} : {_SAID[name]}" for name in names]
+    if code.co_flags & 8:
+        lines += ["**options", f"    What the class says of all operators{takes}."]
+    result = "Value" if len(op.outputs) == 1 else \
+        "(Value, Value)\n    The elements and their places. Files declare the places fp32; the bytes are uint32."
+    types = sorted({types[0] for types in op.datatypes})
+    return "\n".join([*lines, "", "Returns", "-------", result, "", "Raises", "------",
+                      "ShapeError, GraphError, DtypeError, ArgumentError",
+                      "    XNNPACK would not compute that; the message says which rule is broken.", "", "Notes",
+                      "-----", f"Datatypes of the first input: {', '.join(types)}."])
+
+
 for _op in OPS.values():
     _method = GraphBuilder.__dict__.get(_op.name)
     if _method is not None:
-        _method.__doc__ = f"{_op.doc[:1].upper()}{_op.doc[1:]}." + (f"\n\n{_method.__doc__}" if _method.__doc__ else "")
+        _method.__doc__ = _described(_op, _method)
 
 
 # ---- arguments

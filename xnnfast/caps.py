@@ -7,7 +7,25 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Limits:
-    """Caps on what a file may ask for. Each may be raised: ``load(path, limits=Limits(max_workspace=1 << 40))``."""
+    """Caps on what a file may ask for. Each may be raised: ``load(path, limits=Limits(max_workspace=1 << 40))``.
+
+    Parameters
+    ----------
+    max_depth : int, default 64
+        How deep tables may nest in a flatbuffer.
+    max_tables : int, default 1,000,000
+        Tables in a flatbuffer, each counted as often as it is referred to.
+    max_shared : int, default 1 MiB
+        Bytes of a flatbuffer that are referred to again and again, beyond twice its size.
+    max_externs : int, default 4096
+        Inputs and outputs of a graph.
+    max_workspace : int, default 64 GiB
+        Bytes of all values that are not constants.
+    max_indirection : int, default 256 MiB
+        Bytes of pointers for the taps of one convolution or pooling.
+    max_steps : int, default 1,048,576
+        Instructions of one call of a method that jumps.
+    """
 
     #: How deep tables may nest in a flatbuffer.
     max_depth: int = 64

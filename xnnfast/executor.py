@@ -547,7 +547,25 @@ class Executor:
     # ---- many calls
 
     def submit(self, *arrays: Any) -> Future[Arrays]:
-        """A future of what :meth:`run` gives. Small batches that wait together are run together."""
+        """A future of what :meth:`run` gives. Small batches that wait together are run together.
+
+        Parameters
+        ----------
+        *arrays : array_like
+            As for :meth:`run`. They are read until the result is there, and kept alive so long.
+
+        Returns
+        -------
+        concurrent.futures.Future
+            Its result is a tuple of new arrays.
+
+        Raises
+        ------
+        ArgumentError, DtypeError, ShapeError
+            At once, if something about the arrays is wrong.
+        ClosedError
+            The executor was closed.
+        """
         return self._submit(arrays, None)
 
     def _submit(self, arrays: tuple[Any, ...], index: int | None, out: Sequence[Array] | None = None) -> Future[Arrays]:
@@ -631,7 +649,14 @@ class Executor:
         Yields
         ------
         tuple of numpy.ndarray
-            What :meth:`run` gives. An exception has the batch's position as ``error.item``.
+            What :meth:`run` gives.
+
+        Raises
+        ------
+        ArgumentError
+            ``prefetch`` is not positive.
+        XnnfastError
+            What :meth:`run` raises for a batch, when its turn comes; ``error.item`` is the batch's position.
         """
         if prefetch is not None and prefetch < 1:
             raise ArgumentError(f"need prefetch of at least 1, got {prefetch}")

@@ -60,6 +60,8 @@ def load(
     Parameters
     ----------
     source : path or buffer
+        A file is mapped, and must not change in place while the graph lives. A buffer is held, and its constants are
+        copied if it is writable.
     dialect : "seed", "xn00" or "xn01", optional
         Overrules what the bytes say.
     copy : bool, optional
@@ -76,8 +78,16 @@ def load(
     limits : Limits, optional
         Caps on what a file may ask for.
 
+    Returns
+    -------
+    Graph
+
     Raises
     ------
+    OSError
+        The file can't be opened or mapped.
+    ArgumentError
+        There is no such method or delegate, or none can be named because the file is no program.
     FormatError, GraphError, ShapeError, LimitError, AlignmentError
         The bytes are not what they claim to be, or mean nothing that XNNPACK computes.
     UnsupportedError
@@ -114,7 +124,24 @@ def load_all(
     data: DataArgument = (),
     limits: Limits | None = None,
 ) -> list[Graph]:
-    """Every graph in a file or buffer, each by itself, in the file's order; parameters as in :func:`load`."""
+    """Every graph in a file or buffer, each by itself, in the file's order.
+
+    Parameters
+    ----------
+    source, dialect, copy, quantization, data, limits
+        As for :func:`load`.
+
+    Returns
+    -------
+    list of Graph
+        One for a graph file; of a program one for each XNNPACK delegate of each method, with inputs and outputs
+        in the delegate's own order.
+
+    Raises
+    ------
+    FormatError, GraphError, ShapeError, LimitError, AlignmentError, UnsupportedError
+        Any of them is wrong: all are checked, or none is given.
+    """
     limits = limits or DEFAULT_LIMITS
     payload = Payload.open(source)
     return [

@@ -1424,8 +1424,18 @@ class Program:
     copy : bool, optional
         As in :func:`load`: whether constants of delegates may or must be copied.
     limits : Limits, optional
+        Caps on what a file may ask for.
     weights_cache : bool, path or WeightsCache, optional
         As in :class:`Runtime`: where packed weights are kept for the next process.
+
+    Raises
+    ------
+    OSError
+        A file can't be opened or mapped.
+    ArgumentError
+        ``threads`` is not positive.
+    FormatError, LimitError
+        The bytes are no program. Operators and backends that are missing raise nothing here.
 
     Notes
     -----
@@ -1467,7 +1477,23 @@ class Program:
         return tuple(self._methods)
 
     def method(self, name: str) -> Method:
-        """A method by its name."""
+        """A method by its name.
+
+        Parameters
+        ----------
+        name : str
+
+        Returns
+        -------
+        Method
+
+        Raises
+        ------
+        ArgumentError
+            There is none of that name.
+        ClosedError
+            The program was closed.
+        """
         if self._closed:
             raise ClosedError("this program was closed")
         try:
@@ -1478,11 +1504,41 @@ class Program:
             ) from None
 
     def inputs(self, method: str = "forward") -> tuple[Port, ...]:
-        """What a method takes, in order."""
+        """What a method takes, in order.
+
+        Parameters
+        ----------
+        method : str, default "forward"
+
+        Returns
+        -------
+        tuple of Port
+            With name, kind, dtype, shape (logical sizes, or their bound), ``dim_order`` and dynamism of each.
+
+        Raises
+        ------
+        ArgumentError
+            There is no such method.
+        """
         return self.method(method).inputs
 
     def outputs(self, method: str = "forward") -> tuple[Port, ...]:
-        """What a method gives, in order."""
+        """What a method gives, in order.
+
+        Parameters
+        ----------
+        method : str, default "forward"
+
+        Returns
+        -------
+        tuple of Port
+            As for :meth:`inputs`.
+
+        Raises
+        ------
+        ArgumentError
+            There is no such method.
+        """
         return self.method(method).outputs
 
     @property
@@ -1504,7 +1560,7 @@ class Program:
             One for each of :meth:`inputs`, of exactly that dtype. Arrays are logical: dimensions as in the
             model's source, whatever ``dim_order`` says about memory. An input that is no tensor must be the
             value that the program was made for.
-        method : str
+        method : str, default "forward"
 
         Returns
         -------
@@ -1542,15 +1598,55 @@ class Program:
 
         It prepares the method. A method with dynamic sizes is merged anew for shapes that come twice; the report is
         about the latest of them, or about the declared sizes if there are none yet.
+
+        Parameters
+        ----------
+        method : str, default "forward"
+
+        Returns
+        -------
+        PlanReport
+            Printed, it is one line for each step.
+
+        Raises
+        ------
+        ArgumentError
+            There is no such method.
+        UnsupportedError
+            The method needs operators or backends that this package lacks.
         """
         return self.method(method).report()
 
     def prepare(self, method: str = "forward") -> None:
-        """Do now what the first run would do before it runs."""
+        """Do now what the first run would do before it runs.
+
+        Parameters
+        ----------
+        method : str, default "forward"
+
+        Raises
+        ------
+        ArgumentError
+            There is no such method.
+        UnsupportedError
+            The method needs operators or backends that this package lacks.
+        FormatError, GraphError
+            A delegate, or an operator's arguments, make no sense.
+        """
         self.method(method).prepare()
 
     def reset(self, method: str = "forward") -> None:
-        """Give the tensors that keep their content from call to call the content that they had at first."""
+        """Give the tensors that keep their content from call to call the content that they had at first.
+
+        Parameters
+        ----------
+        method : str, default "forward"
+
+        Raises
+        ------
+        ArgumentError
+            There is no such method.
+        """
         self.method(method).state.clear()
 
     def close(self) -> None:

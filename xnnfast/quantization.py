@@ -16,7 +16,15 @@ from .datatypes import DATATYPES, Datatype
 
 
 class PerTensor(NamedTuple):
-    """One scale and zero point for the whole value (qint8, quint8, qint32)."""
+    """One scale and zero point for the whole value (qint8, quint8, qint32).
+
+    Parameters
+    ----------
+    scale : float
+        Size of one step, a normal and positive float32.
+    zero_point : int
+        The stored number that means 0.
+    """
 
     scale: float
     zero_point: int
@@ -24,7 +32,15 @@ class PerTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PerChannel:
-    """One scale per index of ``axis`` (qcint8, qcint4, qcint32); the zero point is 0, 8 for qcint4."""
+    """One scale per index of ``axis`` (qcint8, qcint4, qcint32); the zero point is 0, 8 for qcint4.
+
+    Parameters
+    ----------
+    scales : numpy.ndarray
+        float32, one for each index of the axis.
+    axis : int
+        The axis of the output channels: 0 for filters, the last for those of depthwise convolutions.
+    """
 
     #: float32, length ``shape[axis]``.
     scales: np.ndarray
@@ -33,7 +49,18 @@ class PerChannel:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PerBlock:
-    """One bfloat16 scale per row and block of ``block_size`` inner elements (qbint4)."""
+    """One bfloat16 scale per row and block of ``block_size`` inner elements (qbint4).
+
+    Parameters
+    ----------
+    scales : numpy.ndarray
+        uint16 bit patterns of bfloat16, or float32 numbers which :class:`GraphBuilder` rounds; ``rows * inner /
+        block_size`` of them, row by row.
+    axis : int
+        The axis of the rows, 0.
+    block_size : int
+        A multiple of 32 that divides the inner size.
+    """
 
     #: uint16 bit patterns of bfloat16, length ``rows * inner / block_size``, row by row.
     scales: np.ndarray
@@ -42,7 +69,13 @@ class PerBlock:
 
 
 class PerToken(NamedTuple):
-    """Parameters computed at run time, one per row; the last ``num_nonbatch_dims`` axes make a row (qdint8)."""
+    """Parameters computed at run time, one per row; the last ``num_nonbatch_dims`` axes make a row (qdint8).
+
+    Parameters
+    ----------
+    num_nonbatch_dims : int
+        1 for rows of a matrix, 3 for whole images.
+    """
 
     num_nonbatch_dims: int
 
@@ -108,10 +141,25 @@ def zero_point_of(quantization: Quantization) -> int:
 
 
 def dequantize(stored: Any, value: Any) -> np.ndarray:
-    """float32 real numbers of a value's stored ones, ``(stored - zero_point) * scale``.
+    """The real numbers of a value's stored ones: ``(stored - zero_point) * scale``.
 
-    ``value`` is a :class:`Value`, or anything with its ``datatype`` and ``quantization``. 4-bit
-    types are given packed, as :meth:`Value.array` has them, or as :func:`unpack_int4` gives them.
+    Parameters
+    ----------
+    stored : array_like
+        Whole numbers, in the value's shape or one that its parameters fit. 4-bit types are given packed, as
+        :meth:`Value.array` has them, or as int8 numbers -8..7.
+    value : Value
+        Or anything with its ``datatype``, ``shape`` and ``quantization``.
+
+    Returns
+    -------
+    numpy.ndarray
+        float32, of the shape of the (unpacked) numbers.
+
+    Raises
+    ------
+    TypeError
+        The value is not quantized, or by parameters that only a run makes (qdint8).
     """
     stored = np.asarray(stored)
     entry = _quantized(value)
@@ -125,9 +173,24 @@ def quantize(real: Any, value: Any) -> np.ndarray:
     """The numbers that a value stores for real ones, as XNNPACK's Convert computes them.
 
     The float32 product with the reciprocal of the scale (a float16 reciprocal for float16 arrays)
-    is rounded to nearest, ties to even, and saturates; NaN gives the highest number. ``value`` is a
-    :class:`Value`, or anything with its ``datatype`` and ``quantization``. 4-bit types come back
-    unpacked: see :func:`pack_int4`.
+    is rounded to nearest, ties to even, and saturates; NaN gives the highest number.
+
+    Parameters
+    ----------
+    real : array_like
+        float32 or float16 numbers, in the value's shape or one that its parameters fit.
+    value : Value
+        Or anything with its ``datatype`` and ``quantization``.
+
+    Returns
+    -------
+    numpy.ndarray
+        Of the value's dtype; 4-bit types come back as int8 numbers -8..7, not packed.
+
+    Raises
+    ------
+    TypeError
+        The value is not quantized, or by parameters that only a run makes (qdint8).
     """
     entry = _quantized(value)
     real = np.asarray(real)

@@ -197,7 +197,19 @@ class WeightsCache:
     # -- use -------------------------------------------------------------------------------------------
 
     def identify(self, lowered: Any, flags: int) -> Identity:
-        """What the file for a graph must be."""
+        """What the file for a graph must be.
+
+        Parameters
+        ----------
+        lowered : Lowered
+            A graph as XNNPACK gets it.
+        flags : int
+            XNNPACK's flags of the runtime.
+
+        Returns
+        -------
+        Identity
+        """
         plan = lowered.plans.get(flags)
         if plan is None:
             plan = lowered.plans[flags] = Plan(lowered, flags)
@@ -205,14 +217,34 @@ class WeightsCache:
         return Identity(plan, content, read)
 
     def path(self, identity: Identity) -> str:
-        """The file for a graph."""
+        """The file for a graph.
+
+        Parameters
+        ----------
+        identity : Identity
+
+        Returns
+        -------
+        str
+            Its path, whether there is one or not.
+        """
         if self.file is not None:
             return self.file
         name = hashlib.sha256(identity.plan.structure + identity.content).hexdigest()[:40]
         return os.path.join(self.folder, f"{name}{SUFFIX}")
 
     def open(self, identity: Identity) -> tuple[Payload, list[Entry]] | None:
-        """The mapped file and its entries; None when there is no usable file."""
+        """The mapped file and its entries.
+
+        Parameters
+        ----------
+        identity : Identity
+
+        Returns
+        -------
+        (Payload, list of Entry) or None
+            None when there is no usable file; nothing is raised for what is wrong with one.
+        """
         path = self.path(identity)
         if self._refusal() is not None:
             return None
@@ -222,14 +254,34 @@ class WeightsCache:
         return opened
 
     def holds(self, identity: Identity) -> bool:
-        """Whether there is a file for the graph, checked except for the packed bytes."""
+        """Whether there is a file for the graph, checked except for the packed bytes.
+
+        Parameters
+        ----------
+        identity : Identity
+
+        Returns
+        -------
+        bool
+        """
         return self._refusal() is None and open_fitting(self.path(identity), identity) is not None
 
     def save(self, identity: Identity, packed: Sequence[Packed], since: int) -> str | None:
-        """Write what was packed; None if it was written, else why not. Never raises for the disk's sake.
+        """Write what was packed. Never raises for the disk's sake.
 
-        ``since`` is when packing began, or before, in nanoseconds since the epoch; the identity was made
-        before that, or the constants are :meth:`steady` since then.
+        Parameters
+        ----------
+        identity : Identity
+        packed : sequence of (int, bool, int, int, buffer)
+            What XNNPACK asked for, in that order.
+        since : int
+            When packing began, or before, in nanoseconds since the epoch; the identity was made before that, or the
+            constants are :meth:`steady` since then.
+
+        Returns
+        -------
+        str or None
+            None if it was written, else why not.
         """
         plan = identity.plan
         if not plan.expected:
@@ -260,7 +312,18 @@ class WeightsCache:
 
     @staticmethod
     def steady(identity: Identity, since: int) -> bool:
-        """Whether the constants' bytes have certainly been the same since a time, in nanoseconds since the epoch."""
+        """Whether the constants' bytes have certainly been the same since a time.
+
+        Parameters
+        ----------
+        identity : Identity
+        since : int
+            Nanoseconds since the epoch.
+
+        Returns
+        -------
+        bool
+        """
         plan = identity.plan
         for value in plan.constants:
             if value.constant.in_place and (value.constant.owner is None or not value.constant.owner.mapped):

@@ -54,8 +54,17 @@ REFERENCES = {
 def run(graph: Any, *inputs: Any) -> tuple[np.ndarray, ...]:
     """The graph's outputs for ``inputs``, both in the graph's order; quantized ones are raw integers.
 
-    New arrays, even where an output is an input. The index of argmax pooling is uint32, whatever
-    the file declares it to be.
+    Parameters
+    ----------
+    graph : Graph
+    *inputs : array_like
+        One for each input, of exactly its dtype and rank; batches and sizes as far as the graph permits.
+
+    Returns
+    -------
+    tuple of numpy.ndarray
+        New arrays, even where an output is an input. The index of argmax pooling is uint32, whatever the file
+        declares it to be.
 
     Raises
     ------
@@ -80,12 +89,44 @@ def trace(graph: Any, *inputs: Any) -> dict[int, np.ndarray]:
 
     For a comparison layer by layer. Dynamically quantized values are their int8 numbers here;
     :func:`operands` has their scales as well.
+
+    Parameters
+    ----------
+    graph : Graph
+    *inputs : array_like
+        As for :func:`run`.
+
+    Returns
+    -------
+    dict of int to numpy.ndarray
+        All values are kept: as much memory as all of them take.
+
+    Raises
+    ------
+    ArgumentError, DtypeError, ShapeError
+        The arrays do not fit the graph's inputs.
     """
     return {value: operand.raw for value, operand in operands(graph, *inputs).items()}
 
 
 def operands(graph: Any, *inputs: Any) -> dict[int, Operand]:
-    """Value id -> :class:`Operand` of every value that is not constant; ``.real`` are the numbers it means."""
+    """Value id -> :class:`Operand` of every value that is not constant; ``.real`` are the numbers it means.
+
+    Parameters
+    ----------
+    graph : Graph
+    *inputs : array_like
+        As for :func:`run`.
+
+    Returns
+    -------
+    dict of int to Operand
+
+    Raises
+    ------
+    ArgumentError, DtypeError, ShapeError
+        The arrays do not fit the graph's inputs.
+    """
     results: dict[int, Operand] = {}
     for _ in _steps(graph, inputs, results):
         pass

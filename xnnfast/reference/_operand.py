@@ -108,6 +108,19 @@ def store(real: np.ndarray, value: Any, clamp: tuple[float, float] | None = None
 
     NaN becomes 0 in integers (the stored number, as in XNNPACK's reference code); only Convert,
     which has a rule of its own, differs.
+
+    Parameters
+    ----------
+    real : numpy.ndarray
+        In the value's shape.
+    value : Value
+        Its datatype and quantization count.
+    clamp : (float, float), optional
+        Lowest and highest result, as real numbers.
+
+    Returns
+    -------
+    numpy.ndarray
     """
     real = np.asarray(real, np.float64)
     entry = DATATYPES[value.datatype]
