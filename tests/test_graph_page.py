@@ -244,10 +244,11 @@ def test_search_and_links_to_places_work(tmp_path: Path) -> None:
     (hits,) = re.findall(r'data-hits="(\d+)"', shown)
     assert int(hits) >= 1
     # The place in the address is the item that opens.
+    (tmp_path / "p.html").write_text(page)
     (view,) = data(page)
-    item = next(i for i, each in enumerate(view["items"]) if each[1] == "30 sigmoid" or each[1].startswith("30 "))
+    item = next(i for i, each in enumerate(view["items"]) if each[:2] == ["node", "32 sigmoid"])
     shown = dom(f"file://{tmp_path}/p.html#0.{item}")
-    assert "data-ready" in shown
+    assert "<h2>node 32 sigmoid</h2>" in shown
 
 
 def test_empty_pictures_are_noticed(tmp_path: Path) -> None:
