@@ -85,6 +85,14 @@ def test_chains_are_straight_and_sources_stand_above_their_use() -> None:
     assert found.boxes[50][1] == found.boxes[48][1]
 
 
+def test_many_shortcuts_do_not_lean() -> None:
+    edges = [*((i, i + 1) for i in range(399)), *((i, i + 2) for i in range(0, 398, 2))]
+    found = layered([(160.0, 60.0)] * 400, edges)
+    assert found.width < 1000
+    for i, (x1, y1) in enumerate(found.boxes):
+        assert all(y1 != y2 or x1 + 160 <= x2 or x2 + 160 <= x1 for x2, y2 in found.boxes[:i])
+
+
 def test_cycles_are_refused() -> None:
     with pytest.raises(ValueError, match="without cycles"):
         layered([(1.0, 1.0)] * 2, [(0, 1), (1, 0)])

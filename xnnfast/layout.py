@@ -15,6 +15,8 @@ from dataclasses import dataclass
 GAP, RISE, LANE = 28.0, 44.0, 18.0
 #: Passes over all layers, for their order and for their places.
 SWEEPS = 6
+#: Layers on either side whose mean place tells where a layer has drifted to.
+WINDOW = 20
 #: Edges get a lane in each layer that they pass, unless that would be more lanes than this in the whole picture.
 MAX_LANES = 20_000
 
@@ -63,6 +65,7 @@ def layered(sizes: Sequence[tuple[float, float]], edges: Sequence[tuple[int, int
         rows[layer[item]].append(item)
     _order(rows, above, below)
     x = _across(rows, width, above, below, len(sizes))
+    _upright(rows, width, x)
     tops, y = [], 0.0
     for row in rows:
         tops.append(y)
@@ -204,6 +207,21 @@ def _across(
             for item, found in zip(row, _apart(wanted, weight, [width[item] for item in row])):
                 x[item] = found
     return x
+
+
+def _upright(rows: Sequence[Sequence[int]], width: Sequence[float], x: list[float]) -> None:
+    """Move whole layers where many small steps to one side, such as those of residual blocks, have added up."""
+    widest = max(sum(width[item] + GAP for item in row) for row in rows)
+    if max(x) - min(x) < 3 * widest:
+        return
+    sums = [0.0]
+    for row in rows:
+        sums.append(sums[-1] + sum(x[item] for item in row) / len(row))
+    for number, row in enumerate(rows):
+        first, last = max(0, number - WINDOW), min(len(rows), number + WINDOW + 1)
+        trend = (sums[last] - sums[first]) / (last - first)
+        for item in row:
+            x[item] -= trend
 
 
 def _apart(wanted: Sequence[float], weight: Sequence[float], width: Sequence[float]) -> list[float]:
