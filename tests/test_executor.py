@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import mmap
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -585,11 +584,6 @@ def test_packed_weights_may_come_from_a_cache(tmp_path):
             results.append(executor.run(x)[0])
             assert executor.weights_cache == outcome
     np.testing.assert_array_equal(*results)
-
-
-def test_an_executor_can_not_be_pickled():
-    with pytest.raises(TypeError, match="path"):
-        pickle.dumps(Executor(dense_graph(), workers=1))
 
 
 def test_memory_stays_flat_over_changing_batches():

@@ -79,6 +79,17 @@ cdef class Constant:
         """Address of the first byte."""
         return address_of(self._data)
 
+    def __reduce_ex__(self, protocol):
+        from .pickling import of_constant
+
+        return of_constant(self, protocol)
+
+    def __copy__(self):
+        return self
+
+    def __deepcopy__(self, memo):
+        return self
+
     def __repr__(self):
         return f"Constant({self.index}, {self.nbytes} bytes, {'in place' if self.reason is None else 'copied: ' + self.reason})"
 
@@ -196,6 +207,17 @@ cdef class Value:
             return raw.reshape(self.shape[:len(self.shape) - 1] + (-1,)) if self.shape else raw
         return raw.view(dtype).reshape(self.shape)
 
+    def __reduce__(self):
+        from .pickling import of_value
+
+        return of_value(self)
+
+    def __copy__(self):
+        return self
+
+    def __deepcopy__(self, memo):
+        return self
+
     def __repr__(self):
         shape = "x".join(map(str, self.shape)) or "scalar"
         role = [name for name, yes in (("external input", self.is_input), ("external output", self.is_output),
@@ -266,6 +288,17 @@ cdef class Node:
                       clamp=self.clamp, debug_handle=self.debug_handle, index=self.index, offset=self.offset)
         fields.update(changes)
         return Node(fields.pop("op"), fields.pop("inputs"), fields.pop("outputs"), fields.pop("attrs"), **fields)
+
+    def __reduce__(self):
+        from .pickling import of_node
+
+        return of_node(self)
+
+    def __copy__(self):
+        return self
+
+    def __deepcopy__(self, memo):
+        return self
 
     def __repr__(self):
         return f"Node({self.index}, {self.op.name}, inputs={self.inputs}, outputs={self.outputs})"
@@ -350,7 +383,8 @@ cdef class Graph:
         # validate checks everything and returns the nodes in running order, with the notes it made.
         order, more = validate(self, self.limits)
         self.nodes = tuple(order)
-        self.notes += tuple(more)
+        # A graph that comes out of a pickle has them already.
+        self.notes += tuple([note for note in more if note not in self.notes])
         self.producers = {output: node for node in self.nodes for output in node.outputs}
 
     def value(self, id):
@@ -399,9 +433,15 @@ cdef class Graph:
         return self._caches
 
     def __reduce__(self):
-        raise TypeError(
-            f"a Graph can't be pickled, its constants lie in a map of {self.source}: send the path and load it there"
-        )
+        from .pickling import of_graph
+
+        return of_graph(self)
+
+    def __copy__(self):
+        return self
+
+    def __deepcopy__(self, memo):
+        return self
 
     def __repr__(self):
         used, total = self.zero_copy

@@ -11,6 +11,8 @@ cdef class Payload:
     cdef const unsigned char* data
     cdef readonly Py_ssize_t nbytes
     cdef readonly str name
+    # Absolute, of a mapped file; None where there is none.
+    cdef readonly str path
     # The source may change under us: its bytes can't be trusted to stay what they were when read.
     cdef readonly bint writable
     cdef readonly bint mapped

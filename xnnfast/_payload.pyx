@@ -138,7 +138,7 @@ cdef bint may_change(object source):
 @cython.final
 @cython.no_gc_clear          # the collector must not drop the source's buffer before __dealloc__ releases it
 cdef class Payload:
-    """A whole byte range, held: attributes ``nbytes``, ``address``, ``name``, ``writable`` and ``mapped``.
+    """A whole byte range, held: attributes ``nbytes``, ``address``, ``name``, ``path``, ``writable`` and ``mapped``.
 
     A Payload supports the buffer protocol (read-only), so ``memoryview(payload)[a:b]`` and
     ``numpy.frombuffer(payload)`` share its memory and keep it alive. It is made by :meth:`Payload.open`.
@@ -226,8 +226,16 @@ cdef class Payload:
             status = madvise(<void*> low, high - low, MADV_DONTNEED)
         return 0 if status else <Py_ssize_t> (high - low)
 
-    def __reduce__(self):
-        raise TypeError("a Payload can't be pickled: pickle the path, or bytes(payload)")
+    def __reduce_ex__(self, protocol):
+        from .pickling import of_payload
+
+        return of_payload(self, protocol)
+
+    def __copy__(self):
+        return self
+
+    def __deepcopy__(self, memo):
+        return self
 
     def __repr__(self):
         return f"Payload({self.name!r}, {self.nbytes} bytes, {'mapped' if self.mapped else 'held'})"
@@ -259,6 +267,7 @@ cdef Payload _open_path(object path):
     self.mapped = True
     self.identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
     self.name = os.fsdecode(path)
+    self.path = os.path.abspath(self.name)
     # The rest of the last page is mapped too, and reads as zero.
     self.readable = (self.nbytes + PAGE - 1) // PAGE * PAGE
     return self

@@ -1451,7 +1451,13 @@ cdef class Runtime:
         self.close()
 
     def __reduce__(self):
-        raise TypeError("a Runtime can't be pickled; pickle the path of its file and make a new Runtime there")
+        from .pickling import again
+
+        if self.closed:
+            raise ClosedError("this runtime was closed")
+        return again, (Runtime, (self.graph,), {
+            "threads": self.threads, "check_finite": self.check_finite, "low_memory": bool(self.flags & LOW_MEMORY),
+            "weights_cache": self.packing.cache})
 
     def __repr__(self):
         return f"Runtime({self.graph!r}, threads={self.threads})"

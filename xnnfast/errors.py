@@ -13,6 +13,17 @@ from typing import Any
 class XnnfastError(Exception):
     """Base of every exception that xnnfast raises on purpose."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Constructors compose messages from their arguments; what they made is what another process is told.
+        return _again, (type(self), self.args, dict(self.__dict__))
+
+
+def _again(kind: type[XnnfastError], args: tuple[Any, ...], attributes: dict[str, Any]) -> XnnfastError:
+    made = kind.__new__(kind, *args)
+    made.args = args
+    made.__dict__.update(attributes)
+    return made
+
 
 class FormatError(XnnfastError, ValueError):
     """The bytes are not what they claim to be.
@@ -55,6 +66,26 @@ class GraphError(XnnfastError, ValueError):
         super().__init__(message)
         self.node = node
         self.value = value
+
+
+class ChangedError(XnnfastError, OSError):
+    """A file that a pickle refers to is gone, or holds other bytes than where it was pickled.
+
+    Attributes
+    ----------
+    path : str
+        Where the file was, absolute.
+    expected : str or None
+        BLAKE2b of the file where it was pickled, in hexadecimal.
+    got : str or None
+        That of the file that was found, if its size was right.
+    """
+
+    def __init__(self, message: str, *, path: str, expected: str | None = None, got: str | None = None) -> None:
+        super().__init__(message)
+        self.path = path
+        self.expected = expected
+        self.got = got
 
 
 class UnsupportedError(XnnfastError, NotImplementedError):

@@ -48,6 +48,8 @@ ALONE = 40e-6
 TELLING = 500e-6
 #: A probe may take this long, or that share of the work at hand.
 PROBE_SECONDS, PROBE_SHARE = 0.3, 0.02
+#: The reason for a number of workers that the caller chose.
+GIVEN = "given"
 #: How many samples are computed in the file's own precision too, where another one was asked for.
 COMPARED = 32
 
@@ -200,7 +202,7 @@ class Executor:
         self._as_filed: dict[str, Any] = {"batched": batched, "batch": batch}
         allowed = allowed_cpus() if workers is None else None
         self.workers = allowed.count if allowed is not None else int(workers)  # type: ignore[arg-type]
-        self._reason = allowed.reason if allowed is not None else "given"
+        self._reason = allowed.reason if allowed is not None else GIVEN
         self.threads = int(threads)
         self._micro_batch = None if micro_batch is None else int(micro_batch)
         self._pin = bool(pin)
@@ -716,6 +718,16 @@ class Executor:
     # ---- the rest
 
     @property
+    def layouts(self) -> tuple[Layout | None, ...]:
+        """Where inputs, then outputs, hold the samples; None for what all samples share."""
+        return self._crew.layouts[: len(self.inputs) + len(self.outputs)]
+
+    @property
+    def dtypes(self) -> tuple[np.dtype[Any], ...]:
+        """Of the arrays of inputs, then outputs."""
+        return self._crew.dtypes[: len(self.inputs) + len(self.outputs)]
+
+    @property
     def weights_cache(self) -> str:
         """What became of the cache of packed weights: see :attr:`Runtime.weights_cache`."""
         return self._crew.weights_cache
@@ -762,33 +774,47 @@ class Executor:
             self._queue.put(None)
 
     def __reduce__(self) -> Any:
-        raise TypeError("an Executor can't be pickled; pickle the path of its file and make a new Executor there")
+        from .pickling import again, weights_cache_option
+
+        if self._closed:
+            raise ClosedError("this executor was closed")
+        source = self.graph if self._program is None else self._program
+        return again, (type(self), (source,), {
+            # The number that was given: None counts CPUs where the executor will run.
+            "workers": self.workers if self._reason == GIVEN else None, "threads": self.threads,
+            "micro_batch": self._micro_batch, "precision": self.precision, **self._as_filed, "pin": self._pin,
+            "weights_cache": weights_cache_option(self._cache)})
 
     def __repr__(self) -> str:
         return f"Executor({self.graph or self._program!r}, workers={self.workers}, threads={self.threads})"
 
 
-def _opened(source: Any, weights_cache: Any) -> tuple[Graph | None, int, Program | None]:
-    """A graph, how many of its last outputs are watched values, and the program that it stands for. Without a graph the
-    program runs in steps."""
+def model_of(source: Any, weights_cache: Any = None) -> Graph | Program:
+    """The graph in a path or buffer, or the program where it is more than one graph; one that is opened as it is."""
     from .load import load
     from .program import Program
 
-    if isinstance(source, Graph):
-        return source, 0, None
-    program = source
-    if not isinstance(source, Program):
-        try:
-            return load(source), 0, None
-        except UnsupportedError:
-            program = Program(source, weights_cache=weights_cache)
+    if isinstance(source, (Graph, Program)):
+        return source
+    try:
+        return load(source)
+    except UnsupportedError:
+        return Program(source, weights_cache=weights_cache)
+
+
+def _opened(source: Any, weights_cache: Any) -> tuple[Graph | None, int, Program | None]:
+    """A graph, how many of its last outputs are watched values, and the program that it stands for. Without a graph the
+    program runs in steps."""
+    model = model_of(source, weights_cache)
+    if isinstance(model, Graph):
+        return model, 0, None
     from .whole import whole
 
     try:
-        return *whole(program), program
+        return *whole(model), model
     except UnsupportedError:
-        program.method("forward").require_operators()
-        return None, 0, program
+        model.method("forward").require_operators()
+        return None, 0, model
 
 
 def _first(array: Array, layout: Layout, rows: int, count: int) -> Array:

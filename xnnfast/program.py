@@ -1662,7 +1662,14 @@ class Program:
         self.close()
 
     def __reduce__(self) -> Any:
-        raise TypeError("a Program can't be pickled; pickle the path of its file and make a new Program there")
+        from .pickling import again, weights_cache_option
+
+        if self._closed:
+            raise ClosedError("this program was closed")
+        data = [file.payload for file in self.file.data_files]
+        return again, (type(self), (self.file.payload, data), {
+            "merge": self.merge, "threads": self.threads, "copy": self.copy, "limits": self.file.limits,
+            "weights_cache": weights_cache_option(self.weights_cache)})
 
     def __repr__(self) -> str:
         return f"Program({self.file.payload.name!r}, methods={list(self._methods)}, delegates={len(self.delegates)})"

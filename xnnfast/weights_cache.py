@@ -180,6 +180,7 @@ class WeightsCache:
     def __init__(self, where: bool | str | os.PathLike[str] = True) -> None:
         self.file: str | None = None
         self.limit = limit()
+        self._default = where is True
         if where is True:
             self.folder = default_folder()
             return
@@ -193,6 +194,15 @@ class WeightsCache:
 
     def __repr__(self) -> str:
         return f"WeightsCache({self.file or self.folder!r})"
+
+    def __reduce__(self) -> tuple[type[WeightsCache], tuple[bool | str]]:
+        # The user's own folder is another one for another user.
+        if self._default:
+            return WeightsCache, (True,)
+        if self.file is not None:
+            return WeightsCache, (os.path.abspath(self.file),)
+        # With a separator at its end it is a folder, whether it is there or not.
+        return WeightsCache, (os.path.join(os.path.abspath(self.folder), ""),)
 
     # -- use -------------------------------------------------------------------------------------------
 
@@ -446,7 +456,7 @@ def unchanged(payload: Payload) -> bool:
     if payload.identity is None:
         return False
     try:
-        return file_stamp(os.stat(payload.name)) == payload.identity
+        return file_stamp(os.stat(payload.path or payload.name)) == payload.identity
     except OSError:
         return False
 
@@ -463,7 +473,7 @@ _keeps_times: dict[tuple[int, str], bool] = {}
 def keeps_times(payload: Payload) -> bool:
     """Whether the payload's file lies in a file system whose change times can be relied upon."""
     assert payload.identity is not None
-    folder = os.path.dirname(os.path.realpath(payload.name))
+    folder = os.path.dirname(os.path.realpath(payload.path or payload.name))
     key = payload.identity[0], folder
     if key not in _keeps_times:
         if len(_keeps_times) >= 256:
