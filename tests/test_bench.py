@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -200,6 +202,116 @@ def test_denormal_and_constant_weights_are_named(tmp_path):
     assert any("2 weight arrays hold one and the same number" in note for note in notes)
 
 
+@pytest.mark.parametrize(
+    "array, reason",
+    [
+        (np.ones((2, 16)), "need dtype float32 for input 0, found float64"),
+        (np.ones((2, 16), ">f4"), "need dtype float32 for input 0, found >f4"),
+        (np.ones((2, 17), np.float32), r"need shape \(2, 16\) for batch 2, found \(2, 17\)"),
+    ],
+)
+def test_input_files_have_to_fit(tmp_path, array, reason):
+    facts = measure.subject(mlp(tmp_path / "a.xnn")).facts
+    np.save(tmp_path / "x.npy", array)
+    with pytest.raises(ArgumentError, match=reason):
+        measure.Inputs(str(tmp_path), facts, 0, [tmp_path / "x.npy"]).at(2)
+
+
+def test_input_files_have_to_be_arrays(tmp_path):
+    (tmp_path / "x.npy").write_bytes(b"PK\3\4 an archive")
+    with pytest.raises(ArgumentError, match=r"need a \.npy file, which starts with"):
+        measure.read_array(tmp_path / "x.npy")
+    np.save(tmp_path / "y.npy", np.zeros(100))
+    (tmp_path / "y.npy").write_bytes((tmp_path / "y.npy").read_bytes()[:300])
+    with pytest.raises(ArgumentError, match=r"y.npy: need a whole \.npy file"):
+        measure.read_array(tmp_path / "y.npy")
+    np.save(tmp_path / "z.npy", np.array([{}], object), allow_pickle=True)
+    with pytest.raises(ArgumentError, match=r"z.npy: need a whole \.npy file of numbers"):
+        measure.read_array(tmp_path / "z.npy")
+
+
+def test_inputs_that_no_memory_holds_are_refused_before_they_are_made(tmp_path):
+    facts = measure.subject(mlp(tmp_path / "a.xnn")).facts
+    with pytest.raises(ArgumentError, match="more than a quarter of the"):
+        measure.Inputs(str(tmp_path), facts, 0).at(1 << 40)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Workers that don't answer
+
+
+def build_of(folder: Path, text: str) -> measure.Build:
+    """A Python that runs a script in the worker's place."""
+    script = folder / "python"
+    script.write_text(f"#!/bin/sh\n{text}\n")
+    script.chmod(0o755)
+    return measure.Build(str(script))
+
+
+@pytest.mark.parametrize(
+    "text, reason",
+    [
+        ("kill -9 $$", "ended without an answer: killed by SIGKILL"),
+        ("echo ready; read line; kill -9 $$", "ended without an answer: killed by SIGKILL"),
+        ("echo ready; read line; exit 3", "ended without an answer: exit status 3"),
+        ("echo ready; read line; echo '{\"inner\": 1,'", "gave no whole answer: exit status 0, its last words were"),
+        ("echo no such module >&2; exit 1", "ended without an answer: no such module"),
+    ],
+)
+@pytest.mark.parametrize("greeted", [False, True])
+def test_workers_that_die_are_told(tmp_path, text, reason, greeted):
+    made = measure.Worker(build_of(tmp_path, text))
+    if greeted:
+        made.wait_until_ready()
+    with pytest.raises(measure.MeasureError, match=reason):
+        made.run({})
+
+
+def test_a_worker_that_hangs_is_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(measure, "PATIENCE", 0.1)
+    made = measure.Worker(build_of(tmp_path, "exec sleep 100"))
+    with pytest.raises(measure.MeasureError, match=r"no answer from a worker of .* for 0\.1 s"):
+        made.run({})
+    assert made.process.poll() == -signal.SIGKILL
+
+
+def test_an_interrupt_ends_the_worker(tmp_path, monkeypatch):
+    made = measure.Worker(build_of(tmp_path, "exec sleep 100"))
+
+    def interrupted(*arguments, **options):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(made.process, "communicate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        made.run({})
+    assert made.process.poll() == -signal.SIGKILL
+
+
+def test_a_worker_ends_with_the_process_that_asked(tmp_path):
+    path = mlp(tmp_path / "a.xnn")
+    job = {"model": str(path), "kind": "graph", "inputs": [str(tmp_path / "x.npy")], "seconds": 500.0, "most": 10**6}
+    np.save(tmp_path / "x.npy", np.ones((2, 16), np.float32))
+    # The child starts a worker, says its id and is killed.
+    text = (
+        "import json, os, sys; from xnnfast.bench import measure; worker = measure.Worker(measure.Build.own()); "
+        "worker.wait_until_ready(); worker.process.stdin.write(sys.argv[1] + chr(10)); worker.process.stdin.flush(); "
+        "print(worker.process.pid, flush=True); os.kill(os.getpid(), 9)"
+    )
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", text, json.dumps(job)], env=variables, capture_output=True, text=True, cwd=tmp_path
+    )
+    worker_id = int(done.stdout)
+    for _ in range(600):
+        if not Path(f"/proc/{worker_id}").exists() or "\nState:\tZ" in Path(f"/proc/{worker_id}/status").read_text():
+            break
+        time.sleep(0.05)
+    else:
+        os.kill(worker_id, 9)
+        pytest.fail("the worker goes on though nobody waits for it")
+
+
 # ---------------------------------------------------------------------------------------------------
 # bench
 
@@ -249,6 +361,52 @@ def test_summary_comes_from_undisturbed_processes():
     assert measure.summary({"batch": 4, "processes": [bad]})["undisturbed"] == 0
 
 
+def test_a_row_is_measured_once_however_often_it_is_asked_for(tmp_path):
+    facts = measure.subject(mlp(tmp_path / "a.xnn")).facts
+    assert len(measure.configs(facts, [4, 4], [1, 1], [1])) == 1
+
+
+def test_a_missing_model_is_told_before_others_are_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(measure, "_measure_once", lambda *rest: pytest.fail("measured"))
+    with pytest.raises(FileNotFoundError):
+        measure.bench([mlp(tmp_path / "a.xnn"), tmp_path / "none.xnn"])
+
+
+def test_cpus_that_are_not_allowed_are_refused():
+    measure.check_cpus(None)
+    measure.check_cpus(sorted(os.sched_getaffinity(0)))
+    with pytest.raises(ArgumentError, match=r"need CPUs of .*, got 0, 99999"):
+        measure.check_cpus([0, 99999])
+
+
+def test_no_more_samples_than_asked_for(monkeypatch):
+    clock = FakeClock(1_000_000 for _ in range(100))
+    monkeypatch.setattr(worker, "CLOCK", clock)
+    monkeypatch.setattr(worker, "WALL", clock)
+    assert len(worker.sample(clock.call, 1, 1.0, 1, 7)) == 7
+
+
+def test_a_row_that_failed_midway_says_so(bench_record):
+    tables = pytest.importorskip("xnnfast.bench.tables")
+    result = {**bench_record["models"][0]["results"][0], "error": "killed by SIGKILL"}
+    assert "given up after 2 processes: killed by SIGKILL" in tables.remarks(result)[0]
+
+
+def test_names_are_shown_as_they_are(bench_record):
+    tables = pytest.importorskip("xnnfast.bench.tables")
+    facts = copy.deepcopy(bench_record)
+    facts["models"][0].update(path="[/a][bold]:smile:\x1b[31m.xnn", notes=["of [/x]"])
+    out = tables.console(200)
+    with out.capture() as captured:
+        tables.print_bench(facts, out)
+    assert "[/a][bold]:smile:\\x1b[31m.xnn: graph" in captured.get() and "note: of [/x]" in captured.get()
+    comparison = compare.compare_records(facts, facts)
+    comparison["results"][0]["label"] = "[/b]"
+    with out.capture() as captured:
+        tables.print_compare(comparison, out)
+    assert "[/b]: " in captured.get() and "INVALID" in captured.get()
+
+
 def test_a_model_that_cannot_be_measured_is_an_error_in_words(tmp_path):
     (tmp_path / "bad.xnn").write_bytes(b"not a graph at all")
     with pytest.raises(measure.MeasureError, match="FormatError"):
@@ -293,6 +451,103 @@ def test_what_is_no_record_is_refused(tmp_path, text, reason):
         record.load(tmp_path / "r.json")
 
 
+def spoil(path, change):
+    """A change to a copy of a record, at a path of keys."""
+
+    def made(facts):
+        facts = copy.deepcopy(facts)
+        place = facts
+        for key in path[:-1]:
+            place = place[key]
+        change(place, path[-1])
+        return facts
+
+    return made
+
+
+RESULT = ("models", 0, "results", 0)
+PROCESS = (*RESULT, "processes", 0)
+MISFITS = {
+    "need cpu in environment": spoil(("environment", "cpu"), lambda place, key: place.pop(key)),
+    "need a list with something in it in models": spoil(("models",), lambda place, key: place[key].clear()),
+    "need threads in models\\[0\\].results\\[0\\]": spoil((*RESULT, "threads"), lambda place, key: place.pop(key)),
+    "need a whole number of at least 1 in .*threads, found -1": spoil(
+        (*RESULT, "threads"), lambda place, key: place.update(threads=-1)
+    ),
+    "need a number above 0 in .*samples\\[0\\], found 0": spoil(
+        (*PROCESS, "samples"), lambda place, key: place.update(samples=[0])
+    ),
+    "need a number above 0 in .*samples\\[0\\], found 1000000": spoil(
+        (*PROCESS, "samples"), lambda place, key: place.update(samples=[10**30])
+    ),
+    "need a list with something in it in .*samples": spoil(
+        (*PROCESS, "samples"), lambda place, key: place.update(samples=[])
+    ),
+    'need a number above 0 in .*total, found "1"': spoil(
+        (*PROCESS, "load"), lambda place, key: place[key].update(total="1")
+    ),
+    "need an object in models\\[0\\], found 7": spoil(("models", 0), lambda place, key: place.__setitem__(key, 7)),
+    "need true or false in settings.cold": spoil(("settings", "cold"), lambda place, key: place.update(cold=1)),
+}
+
+
+@pytest.mark.parametrize("reason", MISFITS)
+def test_records_that_were_changed_by_hand_are_refused(bench_record, tmp_path, reason):
+    (tmp_path / "r.json").write_text(json.dumps(MISFITS[reason](bench_record)))
+    with pytest.raises(FormatError, match=reason):
+        record.load(tmp_path / "r.json")
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"format": NaN}', '{"version": -Infinity}'])
+def test_json_that_is_none_is_refused(tmp_path, text):
+    (tmp_path / "r.json").write_text(text)
+    with pytest.raises(FormatError, match="no JSON"):
+        record.load(tmp_path / "r.json")
+
+
+def test_cut_records_are_refused(bench_record, tmp_path):
+    text = json.dumps(bench_record)
+    for end in (1, len(text) // 2, len(text) - 1):
+        (tmp_path / "r.json").write_text(text[:end])
+        with pytest.raises(FormatError, match="no JSON"):
+            record.load(tmp_path / "r.json")
+
+
+def test_saving_writes_to_a_pipe_and_leaves_it_there(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with subprocess.Popen(["cat", tmp_path / "pipe"], stdout=subprocess.PIPE, text=True) as reader:
+        record.save({"a": 1}, tmp_path / "pipe")
+        assert reader.communicate()[0] == '{"a": 1}'
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_saving_through_a_link_keeps_the_link(tmp_path):
+    (tmp_path / "link.json").symlink_to("real.json")
+    record.save({"a": 1}, tmp_path / "link.json")
+    assert (tmp_path / "link.json").is_symlink() and (tmp_path / "real.json").read_text() == '{"a": 1}'
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
+    def full(path, data):
+        path.touch()
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(record.Path, "write_bytes", full)
+    with pytest.raises(OSError, match="No space") as caught:
+        record.save({"a": 1}, tmp_path / "r.json")
+    assert caught.value.filename == str(tmp_path / "r.json")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_places_that_can_t_be_written_are_told_beforehand(tmp_path):
+    record.check_writable(tmp_path / "new.json")
+    record.check_writable("/dev/null")
+    with pytest.raises(IsADirectoryError):
+        record.check_writable(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        record.check_writable(tmp_path / "none" / "r.json")
+
+
 def test_like_records_are_comparable(bench_record):
     assert record.unlike(bench_record, copy.deepcopy(bench_record)) == []
 
@@ -310,6 +565,7 @@ UNLIKE = {
     "the graph .* differ": lambda r: r["models"][0].update(sha256="0" * 64),
     "datatypes differ": lambda r: r["models"][0].update(datatypes=["fp16"]),
     "input shapes differ": lambda r: r["models"][0]["results"][0].update(shapes=[[1, 17]]),
+    "methods differ: .* and backward": lambda r: r["models"][0].update(method="backward"),
     "inputs differ": lambda r: r["models"][0]["results"][0].update(inputs_sha256="0" * 64),
     "no model is in both": lambda r: (
         r["models"].append({**r["models"][0], "name": "b"}) or r["models"][0].update(name="c")
@@ -352,6 +608,38 @@ def test_records_give_verdicts(bench_record):
     verdicts = {metric["metric"]: metric["verdict"] for metric in facts["results"][0]["metrics"]}
     assert verdicts == {"latency": stats.SLOWER, "load": stats.SAME, "memory": stats.SAME}
     assert compare.compare_records(slower, one)["verdict"] == stats.FASTER
+
+
+def test_what_failed_in_a_record_is_not_the_same(bench_record):
+    base = np.linspace(990, 1010, 10)
+    one, other = with_processes(bench_record, base), with_processes(bench_record, base)
+    other["models"][0]["results"][1].update(error="RuntimeError: no", processes=[])
+    facts = compare.compare_records(one, other)
+    assert facts["verdict"] == stats.INVALID
+    assert [row["invalid"] for row in facts["results"]] == [[], ["B failed: RuntimeError: no"], [], []]
+
+
+def test_what_only_one_record_has_is_told(bench_record):
+    base = np.linspace(990, 1010, 10)
+    one, other = with_processes(bench_record, base), with_processes(bench_record, base)
+    del other["models"][0]["results"][2:]
+    facts = compare.compare_records(one, other)
+    assert facts["verdict"] == stats.SAME and len(facts["results"]) == 2
+    assert "mlp.xnn: only in A, so not compared: batch 4, 1 thread; batch 4, 1 thread, 2 workers" in facts["notes"]
+    other["models"] += [{**other["models"][0], "name": "more.xnn"}]
+    one["models"] += [{**one["models"][0], "name": "less.xnn"}]
+    notes = compare.compare_records(one, other)["notes"]
+    assert "only in A, so not compared: less.xnn" in notes and "only in B, so not compared: more.xnn" in notes
+
+
+def test_models_of_one_name_are_paired_in_their_order(bench_record):
+    base = np.linspace(990, 1010, 10)
+    fast, slow = with_processes(bench_record, base)["models"][0], with_processes(bench_record, 2 * base)["models"][0]
+    both = {**bench_record, "models": [fast, slow]}
+    facts = compare.compare_records(both, copy.deepcopy(both))
+    assert facts["verdict"] == stats.SAME
+    medians = [row["metrics"][0]["a"] for row in facts["results"]]
+    assert medians == pytest.approx([1000] * 4 + [2000] * 4, rel=0.01)
 
 
 def test_disturbed_processes_of_records_don_t_count(bench_record):
@@ -484,6 +772,33 @@ def test_a_metric_that_got_worse_alone_is_seen(pair):
     assert verdicts == {"latency": stats.SAME, "load": stats.SAME, "memory": stats.SLOWER}
 
 
+def test_a_side_that_fails_midway_is_invalid(pair):
+    made, _ = pair
+    calm = noisy(1.0)
+
+    def script(side, turn):
+        if side == "b" and turn > 6:
+            raise measure.MeasureError("killed by SIGKILL")
+        return calm(side, turn)
+
+    made.script = script
+    facts = run(made)
+    assert facts["verdict"] == stats.INVALID
+    assert facts["results"][0]["invalid"] == ["B failed in round 4: killed by SIGKILL"]
+
+
+def test_pairs_of_one_label_have_verdicts_of_their_own(pair):
+    made, _ = pair
+    made.script = noisy(1.0)
+    other = copy.copy(made)
+    other.sides, other.disturbed, other.spins = ([], []), [], ([], [])
+    other.a, other.b = copy.copy(made.a), copy.copy(made.b)
+    other.b.options = {"side": "a"}
+    made.script = noisy(1.3)
+    facts = compare.compare([made, other])
+    assert [row["metrics"][0]["verdict"] for row in facts["results"]] == [stats.SLOWER, stats.SAME]
+
+
 # ---------------------------------------------------------------------------------------------------
 # Outputs
 
@@ -503,6 +818,11 @@ def outputs(folder: Path, *arrays) -> str:
         (np.float32([1, 2]), np.float32([1, 2.01]), "differs by up to 0.005 of its largest number"),
         (np.float16([1, 2]), np.float16([1, 2.01]), None),
         (np.float32([1, np.nan]), np.float32([1, 2]), "NaN or infinity in other places"),
+        (np.float32([1, np.inf]), np.float32([1, -np.inf]), "NaN or infinity in other places"),
+        (np.float32([1, np.inf]), np.float32([1, np.nan]), "NaN or infinity in other places"),
+        (np.float32([1, np.nan, -np.inf]), np.float32([1, -np.nan, -np.inf]), None),
+        (np.int64([2**60]), np.int64([2**60 + 1]), "differs by up to 1 steps"),
+        (np.uint64([0]), np.uint64([2**64 - 1]), "differs by up to 18446744073709551615 steps"),
         (np.int8([1, 2]), np.int8([1, 3]), None),
         (np.int8([1, 2]), np.int8([1, 4]), "differs by up to 2 steps"),
         (np.int32([1, 2]), np.int32([1, 3]), "differs by up to 1 steps"),
@@ -516,6 +836,11 @@ def test_outputs_are_compared(tmp_path, a, b, reason):
         assert found is None
     else:
         assert __import__("re").search(reason, found)
+
+
+def test_one_step_of_whole_numbers_is_named(tmp_path):
+    a, b = outputs(tmp_path / "a", np.int8([1, 2])), outputs(tmp_path / "b", np.int8([1, 3]))
+    assert compare.differing_outputs(a, b, None) == (None, "the same within one step")
 
 
 def test_number_of_outputs_is_compared(tmp_path):
@@ -610,7 +935,12 @@ def test_wrong_usage_is_told_in_a_line(tmp_path):
         (("bench", "a.xnn", "--batch", "1,x"), "--batch: need whole numbers"),
         (("bench", "none.xnn"), "none.xnn: No such file"),
         (("compare", "a.xnn", "a.xnn", "--allow", "everything"), "--allow: need words of"),
+        (("compare", ".", "."), ".: is a folder; to compare two builds, name a model"),
+        (("bench", "a.xnn", "--threads", "100000"), "need at most 1024 threads in all"),
+        (("bench", "a.xnn", "--save", "none/r.json"), "none/r.json: No such file"),
+        (("compare", "a.xnn", "a.xnn", "--tolerance", "inf"), "--tolerance: need a finite number"),
         (("profile", "a.xnn", "a.xnn"), "need one model, got 2"),
+        (("profile", "a.xnn", "a.xnn", "--diff", "--html", "p.html"), "--trace and --html show one profile"),
     ]:
         done = command(*arguments, folder=tmp_path)
         assert done.returncode == 2 and reason in done.stderr, done.stderr

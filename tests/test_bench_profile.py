@@ -10,10 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from browser import assert_shows_something, dom, needs_browser, screenshot
+from sketch import Sketch
 
 from xnnfast.bench import costs, profile, record, roofline
 from xnnfast.builder import GraphBuilder
-from xnnfast.errors import ArgumentError
+from xnnfast.errors import ArgumentError, FormatError, UnsupportedError
+from xnnfast.program import Program
 
 ROOF = {
     "threads": 1,
@@ -89,6 +91,18 @@ def test_roofline_is_measured_once_and_kept(tmp_path, monkeypatch):
     assert calls == [1, 2, 1]
 
 
+@pytest.mark.parametrize("text", ["{}", "[", '{"peak": {"fp32": 0}}', "null"])
+def test_a_spoilt_roofline_is_measured_again(tmp_path, monkeypatch, text):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    measured = {key: ROOF[key] for key in ("peak", "levels", "bandwidth")}
+    monkeypatch.setattr(roofline, "measure", lambda threads: measured)
+    roofline.roofline(1)
+    (path,) = (tmp_path / "xnnfast").iterdir()
+    path.write_text(text)
+    assert roofline.roofline(1)["peak"] == ROOF["peak"]
+    assert json.loads(path.read_text())["bandwidth"] == 10.0
+
+
 def test_measured_roofline_is_plausible():
     found = roofline.measure(1, seconds=0.02)
     assert set(found["peak"]) == {"fp32", "int8"} and min(found["peak"].values()) > 0.1
@@ -136,6 +150,53 @@ def test_inputs_are_counted(tmp_path, no_measuring):
         profile.profile(path, inputs=[tmp_path / "x.npy"] * 2)
 
 
+def test_inputs_that_are_no_arrays_are_refused(tmp_path):
+    (tmp_path / "x.npy").write_bytes(b"no array")
+    with pytest.raises(ArgumentError, match=r"need a \.npy file"):
+        profile.profile(network(tmp_path / "net.xnn"), inputs=[tmp_path / "x.npy"])
+
+
+def test_bfloat16_comes_from_files(tmp_path, no_measuring):
+    b = GraphBuilder()
+    b.output(b.add(b.input((2, 3), "bf16"), b.input((2, 3), "bf16")))
+    b.save(tmp_path / "bf16.xnn")
+    np.save(tmp_path / "x.npy", np.zeros((2, 3), "V2"))
+    try:
+        found = profile.profile(tmp_path / "bf16.xnn", seconds=0.01, inputs=[tmp_path / "x.npy"] * 2)
+    except UnsupportedError:
+        pytest.skip("this build does not compute bf16")
+    assert found["nodes"][0]["kind"] == "add"
+
+
+def two_delegates(path: Path) -> Path:
+    """A program that comes down to one graph."""
+    sketch = Sketch()
+    x, y, z = (sketch.tensor((2, 3)) for _ in range(3))
+    sketch.delegate(lambda b, v: b.sigmoid(v), [x], [y])
+    sketch.delegate(lambda b, v: b.abs(v), [y], [z])
+    path.write_bytes(sketch.program([x], [z]))
+    return path
+
+
+def test_a_program_that_comes_down_to_one_graph(tmp_path, no_measuring):
+    found = profile.profile(two_delegates(tmp_path / "two.pte"), seconds=0.01)
+    assert [(node["part"], node["kind"]) for node in found["nodes"]] == [(0, "sigmoid"), (0, "abs")]
+
+
+def test_a_program_with_state_is_walked_as_it_runs(tmp_path):
+    sketch = Sketch()
+    x, kept = sketch.tensor((2, 3)), sketch.tensor((2, 3))
+    total, returned = sketch.tensor((2, 3)), sketch.tensor((2, 3))
+    sketch.delegate(lambda b, v, w: b.add(v, w), [x, kept], [total])
+    sketch.kernel("aten::copy_", kept, total, sketch.number(False), returned)
+    one = np.ones((2, 3), np.float32)
+    with Program(sketch.program([x], [returned])) as program:
+        routine, taken = profile._routine(program, "forward", [one])
+        for _ in range(2):
+            profile._walk(routine, taken, [[] for _ in routine.straight], None)
+        np.testing.assert_array_equal(program.run(one)[0], 4 * one)
+
+
 def test_difference_finds_the_nodes_that_are_new(tmp_path, no_measuring):
     a = profile.profile(network(tmp_path / "a.xnn"), seconds=0.02)
     b = profile.profile(network(tmp_path / "b.xnn", extra=2), seconds=0.02)
@@ -164,7 +225,58 @@ def test_profiles_are_read_back(facts, tmp_path):
     assert record.load(tmp_path / "p.json", record.PROFILE) == facts
 
 
+PROFILE_MISFITS = [
+    ("need a number of at least 0 in total_us, found -1", lambda facts: facts.update(total_us=-1)),
+    ("need kernel in nodes", lambda facts: facts["nodes"][0].pop("kernel")),
+    ("need a number of at least 0 in .*us, found null", lambda facts: facts["nodes"][0].update(us=None)),
+    ("need a whole number in .*inputs", lambda facts: facts["nodes"][0].update(inputs=[["<b>"]])),
+    ("need fp32, int8 in roofline.peak", lambda facts: facts.update(roofline={**ROOF, "peak": {}})),
+    ("need a list with something in it in roofline.levels", lambda facts: facts["roofline"].update(levels=[])),
+    ("need an object in roofline, found 7", lambda facts: facts.update(roofline=7)),
+]
+
+
+@pytest.mark.parametrize("reason, change", PROFILE_MISFITS, ids=[reason for reason, _ in PROFILE_MISFITS])
+def test_profiles_that_were_changed_by_hand_are_refused(facts, tmp_path, reason, change):
+    facts["roofline"] = dict(ROOF)
+    change(facts)
+    (tmp_path / "p.json").write_text(json.dumps(facts))
+    with pytest.raises(FormatError, match=reason):
+        record.load(tmp_path / "p.json", record.PROFILE)
+
+
+def test_profiles_without_roofline_are_read_back(facts, tmp_path):
+    facts["roofline"] = None
+    record.save(facts, tmp_path / "p.json")
+    assert record.load(tmp_path / "p.json", record.PROFILE) == facts
+
+
 # ---- tables and page
+
+
+@pytest.mark.parametrize("us", [0.0, 1e9])
+def test_page_is_made_of_figures_at_the_edge(facts, us):
+    page = pytest.importorskip("xnnfast.bench.page")
+    facts["roofline"] = {**ROOF, "peak": {"fp32": 1.0, "int8": 1.0}}
+    facts["total_us"] = us * len(facts["nodes"])
+    for node in facts["nodes"]:
+        node["us"] = us
+        profile._rate(node, facts["roofline"])
+        node["gflops"] = node["gflops"] and 1.0
+    assert "nan" not in page.page(facts)
+    facts["nodes"], facts["total_us"] = [], 0.0
+    assert "nothing to draw" in page.page(facts)
+
+
+def test_names_stand_in_the_table_as_they_are(facts):
+    tables = pytest.importorskip("xnnfast.bench.tables")
+    facts["model"] = "[/x].xnn"
+    facts["nodes"][0].update(kind="[/kind]", kernel="[bold]kernel")
+    out = tables.console(200)
+    with out.capture() as captured:
+        tables.print_profile(facts, out)
+        tables.print_diff(profile.diff(facts, facts), out)
+    assert "[/x].xnn: " in captured.get() and captured.get().count("[bold]kernel") == 2
 
 
 def test_table_says_below_one_microsecond(facts):

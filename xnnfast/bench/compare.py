@@ -27,6 +27,7 @@ from .measure import (
     Subject,
     Worker,
     ask,
+    check_cpus,
     constant_notes,
     declared_batch,
     file_sha256,
@@ -68,6 +69,8 @@ class Pair:
     outputs: str = ""
     notes: list[str] = field(default_factory=list)
     files: list[str | None] = field(default_factory=list)
+    #: Which of the pairs it is: two may have one label.
+    number: int = 0
 
     @property
     def rounds(self) -> int:
@@ -123,7 +126,7 @@ def differing_outputs(one: str, other: str, tolerance: float | None) -> tuple[st
     if names[0] != names[1]:
         return f"{len(names[0])} outputs against {len(names[1])}", ""
     furthest = 0.0
-    exact = True
+    exact, steps = True, 0
     for name in names[0]:
         a, b = (np.load(os.path.join(folder, name), allow_pickle=False) for folder in (one, other))
         which = f"output {name.partition('.')[0]}"
@@ -137,21 +140,29 @@ def differing_outputs(one: str, other: str, tolerance: float | None) -> tuple[st
             allowed = TOLERANCES["bfloat16"]
         else:
             allowed = TOLERANCES.get(str(a.dtype), 0.0)
-        x, y = a.astype(np.float64), b.astype(np.float64)
-        if not np.array_equal(np.isfinite(x), np.isfinite(y)):
-            return f"{which} has NaN or infinity in other places", ""
-        rest = np.isfinite(x)
-        gap = float(np.abs(x[rest] - y[rest]).max(initial=0.0))
         if a.dtype.kind in "iu" and tolerance is None:
-            # One step of a quantized number may go either way.
-            if gap > (1 if a.dtype.itemsize == 1 else 0):
-                return f"{which} differs by up to {gap:g} steps", ""
+            # In whole numbers: floats don't tell large ones apart. One step of a quantized number may go either way.
+            apart = a != b
+            steps = max(abs(one - two) for one, two in zip(a[apart].tolist(), b[apart].tolist()))
+            if steps > (1 if a.dtype.itemsize == 1 else 0):
+                return f"{which} differs by up to {steps} steps", ""
             continue
+        x, y = a.astype(np.float64), b.astype(np.float64)
+        rest = np.isfinite(x)
+        # Signs of NaN and its other bits mean nothing; those of infinity do.
+        if not np.array_equal(rest, np.isfinite(y)) or not np.array_equal(x[~rest], y[~rest], equal_nan=True):
+            return f"{which} has NaN or infinity in other places", ""
+        gap = float(np.abs(x[rest] - y[rest]).max(initial=0.0))
         share = gap / max(float(np.abs(x[rest]).max(initial=0.0)), 1e-30)
         furthest = max(furthest, share)
         if share > (allowed if tolerance is None else tolerance):
             return f"{which} differs by up to {share:.2g} of its largest number", ""
-    return None, "the same bit for bit" if exact else f"the same within {furthest:.1g} of the largest number"
+    if exact:
+        return None, "the same bit for bit"
+    parts = ["one step"] if steps else []
+    if furthest or not steps:
+        parts.append(f"{furthest:.1g} of the largest number")
+    return None, f"the same within {' and '.join(parts)}"
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -168,14 +179,16 @@ def compare(
 ) -> Facts:
     """Rounds of all pairs until every verdict is settled or the budget ends."""
     settings = settings or Settings()
+    check_cpus(settings.cpus)
     machine = environment()
     allowed = len(settings.cpus or machine["affinity"]) or machine["cpus"] or 1
     begun = time.monotonic()
     with workplace() as folder:
         for number, pair in enumerate(pairs):
+            pair.number = number
             place = os.path.join(folder, str(number))
             _prepare(pair, place, settings, inputs, allow)
-        evidence: dict[tuple[str, str], stats.Evidence] = {}
+        evidence: dict[tuple[int, str], stats.Evidence] = {}
         look = stats.MIN_ROUNDS
         longest, pause = 0.0, 0.05
         while True:
@@ -239,7 +252,7 @@ def _prepare(pair: Pair, place: str, settings: Settings, inputs: Sequence[Any], 
             more = {"seconds": 0.0, "warm_up": 0.0, "least": 1, "most": 1, "outputs": folder}
             ask(side.build, job(side, pair.config, pair.files, **more))
     except MeasureError as error:
-        pair.refusals.append(f"{side.model}: {error}")
+        pair.refusals.append(f"{'A' if side is pair.a else 'B'}, {side.model}: {error}")
         return
     reason, pair.outputs = differing_outputs(folders[1], folders[2], settings.tolerance)
     if reason is not None:
@@ -249,7 +262,8 @@ def _prepare(pair: Pair, place: str, settings: Settings, inputs: Sequence[Any], 
 def _round(pair: Pair, settings: Settings, allowed: int) -> bool:
     """One process of each side; whether nothing disturbed them. Both start at once, since imports need not be measured,
     and work in turn."""
-    order = (0, 1) if (pair.rounds + len(pair.disturbed)) % 2 == 0 else (1, 0)
+    tried = pair.rounds + len(pair.disturbed)
+    order = (0, 1) if tried % 2 == 0 else (1, 0)
     subjects = (pair.a, pair.b)
     workers = [Worker(subjects[side].build) for side in order]
     answers: list[Facts | None] = [None, None]
@@ -257,18 +271,22 @@ def _round(pair: Pair, settings: Settings, allowed: int) -> bool:
         for worker in workers:
             worker.wait_until_ready()
         for side, worker in zip(order, workers):
-            answer = worker.run(
-                job(
-                    subjects[side],
-                    pair.config,
-                    pair.files,
-                    seconds=settings.seconds,
-                    warm_up=settings.warm_up,
-                    most=settings.most,
-                    cpus=settings.cpus,
-                    clock=settings.clock,
-                )
+            task = job(
+                subjects[side],
+                pair.config,
+                pair.files,
+                seconds=settings.seconds,
+                warm_up=settings.warm_up,
+                most=settings.most,
+                cpus=settings.cpus,
+                clock=settings.clock,
             )
+            try:
+                answer = worker.run(task)
+            except MeasureError as error:
+                # What crashes now and then is not comparable either.
+                pair.refusals.append(f"{'AB'[side]} failed in round {tried + 1}: {error}")
+                return False
             found = disturbances(answer, pair.config.cpus, allowed, settings.clock)
             slow = slow_clock(answer, pair.spins[side][-15:])
             pair.spins[side].append(min(answer["spin"]))
@@ -297,9 +315,9 @@ def _numbers(pair: Pair, metric: str) -> tuple[list[float], list[float]]:
     return [number(each) for each in pair.sides[0]], [number(each) for each in pair.sides[1]]
 
 
-def _examine(pairs: Sequence[Pair], settings: Settings) -> dict[tuple[str, str], stats.Evidence]:
+def _examine(pairs: Sequence[Pair], settings: Settings) -> dict[tuple[int, str], stats.Evidence]:
     sides = {
-        (pair.label, metric): _numbers(pair, metric)
+        (pair.number, metric): _numbers(pair, metric)
         for pair in pairs
         if pair.rounds >= 2 and not pair.refusals
         for metric in settings.metrics
@@ -307,15 +325,15 @@ def _examine(pairs: Sequence[Pair], settings: Settings) -> dict[tuple[str, str],
     return stats.examine(sides, seed=settings.seed) if sides else {}
 
 
-def _settled(pair: Pair, evidence: Mapping[tuple[str, str], stats.Evidence], settings: Settings) -> bool:
-    found = [evidence[pair.label, metric] for metric in settings.metrics if (pair.label, metric) in evidence]
+def _settled(pair: Pair, evidence: Mapping[tuple[int, str], stats.Evidence], settings: Settings) -> bool:
+    found = [evidence[pair.number, metric] for metric in settings.metrics if (pair.number, metric) in evidence]
     if not found:
         return False
     # Nothing can make up for a slowdown.
     return all(map(stats.settled, found)) or any(stats.judge(each) == stats.SLOWER for each in found)
 
 
-def _result(pair: Pair, evidence: Mapping[tuple[str, str], stats.Evidence], settings: Settings) -> Facts:
+def _result(pair: Pair, evidence: Mapping[tuple[int, str], stats.Evidence], settings: Settings) -> Facts:
     reasons = list(pair.refusals)
     tried = pair.rounds + len(pair.disturbed)
     common = Counter(word for found in pair.disturbed for word in found)
@@ -326,7 +344,7 @@ def _result(pair: Pair, evidence: Mapping[tuple[str, str], stats.Evidence], sett
         reasons.append(f"the budget was enough for {pair.rounds} rounds, {stats.MIN_ROUNDS} are needed")
     metrics = [
         metric_result(
-            metric, METRICS[metric][0], _numbers(pair, metric), evidence.get((pair.label, metric)), bool(reasons)
+            metric, METRICS[metric][0], _numbers(pair, metric), evidence.get((pair.number, metric)), bool(reasons)
         )
         for metric in settings.metrics
     ]
@@ -398,45 +416,32 @@ def compare_records(a: Facts, b: Facts, allow: frozenset[str] = frozenset()) -> 
     """The verdicts from two records. They were measured at different times, so that a change of the machine in between
     counts as a change of what was measured; only undisturbed processes are used."""
     reasons = record.unlike(a, b, allow)
-    sides: dict[tuple[str, str], tuple[list[float], list[float]]] = {}
+    sides: dict[tuple[int, str], tuple[list[float], list[float]]] = {}
     rows: list[Facts] = []
-    for one, other in record.model_pairs(a, b) if not reasons else []:
+    notes = ["records are of different moments: a change of the machine in between counts as one of the model"]
+    pairs = record.model_pairs(a, b)
+    if not reasons:
+        notes += _left_out(a, b, pairs)
+    for one, other in pairs if not reasons else []:
         found = {record.key(result): result for result in other["results"]}
         for first in one["results"]:
             second = found.get(record.key(first))
-            if second is None or first["error"] or second["error"]:
+            if second is None:
                 continue
-            config = Config(*record.key(first))
-            label = f"{one['name']}, {config}"
-            quiet = [[each for each in side["processes"] if not each["disturbed"]] for side in (first, second)]
-            row: Facts = {
-                "label": label,
-                "config": asdict(config),
-                "invalid": [],
-                "rounds": min(map(len, quiet)),
-                "metrics": [],
-                "disturbed": sum(len(side["processes"]) for side in (first, second)) - sum(map(len, quiet)),
-                "outputs": "not known from records",
-                "notes": [],
-            }
-            if row["rounds"] < stats.MIN_ROUNDS:
-                row["invalid"].append(
-                    f"undisturbed processes: {len(quiet[0])} of {len(first['processes'])} and {len(quiet[1])} of "
-                    f"{len(second['processes'])}; {stats.MIN_ROUNDS} on each side are needed"
-                )
+            row, quiet = _row(one["name"], first, second)
             for metric, (_, number) in METRICS.items():
                 values = tuple([number(each) for each in side] for side in quiet)
                 if all(values):
-                    sides[label, metric] = values  # type: ignore[assignment]
+                    sides[len(rows), metric] = values  # type: ignore[assignment]
             rows.append(row)
     evidence = stats.examine(sides, paired=False) if sides else {}
-    for row in rows:
+    for place, row in enumerate(rows):
         row["metrics"] = [
             metric_result(
                 metric,
                 unit,
-                sides.get((row["label"], metric), ([], [])),
-                evidence.get((row["label"], metric)),
+                sides.get((place, metric), ([], [])),
+                evidence.get((place, metric)),
                 bool(row["invalid"]),
             )
             for metric, (unit, _) in METRICS.items()
@@ -450,5 +455,47 @@ def compare_records(a: Facts, b: Facts, allow: frozenset[str] = frozenset()) -> 
         "verdict": verdict,
         "refused": reasons,
         "results": rows,
-        "notes": ["records are of different moments: a change of the machine in between counts as one of the model"],
+        "notes": notes,
     }
+
+
+def _row(name: str, first: Facts, second: Facts) -> tuple[Facts, list[list[Facts]]]:
+    """A configuration that is in both records, and the processes of each side that count."""
+    config = Config(*record.key(first))
+    quiet = [[each for each in side["processes"] if not each["disturbed"]] for side in (first, second)]
+    row: Facts = {
+        "label": f"{name}, {config}",
+        "config": asdict(config),
+        "invalid": [],
+        "rounds": min(map(len, quiet)),
+        "metrics": [],
+        "disturbed": sum(len(side["processes"]) for side in (first, second)) - sum(map(len, quiet)),
+        "outputs": "not known from records",
+        "notes": [],
+    }
+    failed = [f"{side} failed: {result['error']}" for side, result in zip("AB", (first, second)) if result["error"]]
+    if failed:
+        row["invalid"] += failed
+        return row, [[], []]
+    if row["rounds"] < stats.MIN_ROUNDS:
+        row["invalid"].append(
+            f"undisturbed processes: {len(quiet[0])} of {len(first['processes'])} and {len(quiet[1])} of "
+            f"{len(second['processes'])}; {stats.MIN_ROUNDS} on each side are needed"
+        )
+    return row, quiet
+
+
+def _left_out(a: Facts, b: Facts, pairs: Sequence[tuple[Facts, Facts]]) -> list[str]:
+    """What only one of two records has: nothing is said about it."""
+    notes = []
+    for side, name, place in ((a, "A", 0), (b, "B", 1)):
+        alone = [model["name"] for model in side["models"] if not any(pair[place] is model for pair in pairs)]
+        if alone:
+            notes.append(f"only in {name}, so not compared: {', '.join(alone)}")
+    for pair in pairs:
+        keys = [{record.key(result) for result in model["results"]} for model in pair]
+        for place, name in enumerate("AB"):
+            alone = [str(Config(*key)) for key in sorted(keys[place] - keys[1 - place], key=str)]
+            if alone:
+                notes.append(f"{pair[0]['name']}: only in {name}, so not compared: {'; '.join(alone)}")
+    return notes

@@ -53,6 +53,14 @@ def cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
+def free_memory() -> int:
+    """Bytes that may be taken without swapping."""
+    for line in (_read("/proc/meminfo") or "").splitlines():
+        if line.startswith("MemAvailable:"):
+            return 1024 * int(line.split()[1])
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def environment() -> Facts:
     """What of this machine and this moment can change a time."""
     affinity = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []

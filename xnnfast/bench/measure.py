@@ -10,7 +10,9 @@ import contextlib
 import hashlib
 import itertools
 import json
+import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -24,11 +26,16 @@ import numpy as np
 
 from ..errors import ArgumentError, XnnfastError
 from . import record, stats
-from .environment import advice, disturbances, environment
+from .environment import advice, disturbances, environment, free_memory
 
 Facts = dict[str, Any]
 Say = Callable[[str], None]
 WORKER = Path(__file__).with_name("worker.py")
+#: Seconds that a worker may take beyond those that it was asked to sample and to warm up for.
+PATIENCE = 600.0
+NPY_MAGIC = b"\x93NUMPY"
+#: Random inputs may take that share of the memory that is free.
+INPUT_SHARE = 0.25
 
 
 class MeasureError(XnnfastError):
@@ -94,18 +101,28 @@ class Worker:
         except OSError as error:
             raise MeasureError(f"{build.python} can't be started: {error}") from error
 
-    def run(self, job: Facts, *, timeout: float = 600) -> Facts:
-        """The answer to the job. The process ends."""
+    def run(self, job: Facts) -> Facts:
+        """The answer to the job. The process ends, whatever happens here."""
+        timeout = PATIENCE + job.get("seconds", 0.0) + job.get("warm_up", 0.0)
         try:
             out, err = self.process.communicate(json.dumps(job) + "\n", timeout=timeout)
         except subprocess.TimeoutExpired:
             self.stop()
             raise MeasureError(f"no answer from a worker of {self.build.python} for {timeout:g} s") from None
+        except BaseException:
+            # An interrupt, say: nobody would wait for the answer.
+            self.stop()
+            raise
         lines = out.splitlines()
+        status = self.process.returncode
         if len(lines) + self._greeted < 2:
-            reason = (err.strip().splitlines() or [f"exit status {self.process.returncode}"])[-1]
+            reason = (err.strip().splitlines() or [_ended(status)])[-1]
             raise MeasureError(f"a worker of {self.build.python} ended without an answer: {reason}")
-        answer: Facts = json.loads(lines[-1])
+        try:
+            answer: Facts = json.loads(lines[-1])
+        except ValueError:
+            reason = f"{_ended(status)}, its last words were {lines[-1][:80]!r}"
+            raise MeasureError(f"a worker of {self.build.python} gave no whole answer: {reason}") from None
         if "error" in answer:
             raise MeasureError(answer["error"])
         return answer
@@ -119,6 +136,15 @@ class Worker:
         with contextlib.suppress(OSError):
             self.process.kill()
         self.process.communicate()
+
+
+def _ended(status: int) -> str:
+    if status >= 0:
+        return f"exit status {status}"
+    try:
+        return f"killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"killed by signal {-status}"
 
 
 def ask(build: Build, job: Facts) -> Facts:
@@ -213,6 +239,29 @@ def suspicious(array: np.ndarray[Any, Any]) -> str | None:
     return f"{bad} of {array.size} numbers are not finite" if bad else None
 
 
+def read_array(name: str | os.PathLike[str]) -> np.ndarray[Any, Any]:
+    """The array of a .npy file, mapped."""
+    with open(name, "rb") as stream:
+        magic = stream.read(len(NPY_MAGIC))
+    if magic != NPY_MAGIC:
+        raise ArgumentError(f"{os.fspath(name)}: need a .npy file, which starts with {NPY_MAGIC!r}, found {magic!r}")
+    try:
+        array: np.ndarray[Any, Any] = np.load(name, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ArgumentError(f"{os.fspath(name)}: need a whole .npy file of numbers: {error}") from None
+    return array
+
+
+def _check_room(dtype: str, shape: tuple[int, ...], place: int) -> None:
+    """Refuse inputs that this machine can't hold several times over, before they take its memory."""
+    need = math.prod(shape) * (2 if dtype == "bfloat16" else np.dtype(dtype).itemsize)
+    free = free_memory()
+    if need > INPUT_SHARE * free:
+        raise ArgumentError(
+            f"input {place} of shape {shape} takes {need:,} bytes, more than a quarter of the {free:,} that are free"
+        )
+
+
 class Inputs:
     """Input files of one model in a folder of its own, made once per batch."""
 
@@ -238,13 +287,18 @@ class Inputs:
                 names.append(None)
                 continue
             if self.given:
-                array = np.load(self.given[place], mmap_mode="r", allow_pickle=False)
+                array = read_array(self.given[place])
                 if array.shape != shape:
+                    at = "" if batch is None else f" for batch {batch}"
+                    raise ArgumentError(f"{self.given[place]}: need shape {shape}{at}, found {array.shape}")
+                need = "V2" if each["dtype"] == "bfloat16" else each["dtype"]
+                if array.dtype != np.dtype(need):
                     raise ArgumentError(
-                        f"{self.given[place]}: need shape {shape} for batch {batch}, found {array.shape}"
+                        f"{self.given[place]}: need dtype {each['dtype']} for input {place}, found {array.dtype}"
                     )
                 names.append(self.given[place])
             else:
+                _check_room(each["dtype"], shape, place)
                 array = random_array(each["dtype"], shape, (self.seed, place))
                 name = os.path.join(self.folder, f"input-{place}-{batch}.npy")
                 np.save(name, array, allow_pickle=False)
@@ -326,7 +380,15 @@ def configs(facts: Facts, batches: Sequence[int], threads: Sequence[int], worker
             else "the graph has no input whose batch can be chosen; leave it out"
         )
     chosen: Sequence[int | None] = batches or [declared]
-    return [Config(*each) for each in itertools.product(chosen, threads or [1], workers or [1])]
+    # Twice the same row would be told apart by nobody.
+    return list(dict.fromkeys(Config(*each) for each in itertools.product(chosen, threads or [1], workers or [1])))
+
+
+def check_cpus(cpus: Sequence[int] | None) -> None:
+    """Refuse CPUs that this process may not use: the system binds to the others without a word."""
+    allowed = sorted(os.sched_getaffinity(0))
+    if cpus and not set(cpus) <= set(allowed):
+        raise ArgumentError(f"need CPUs of {', '.join(map(str, allowed))}, got {', '.join(map(str, cpus))}")
 
 
 @contextlib.contextmanager
@@ -352,19 +414,23 @@ def bench(
     Processes of the configurations take turns, so that a bad moment of the machine hits all of them.
     """
     settings = settings or Settings()
+    check_cpus(settings.cpus)
     machine = environment()
     allowed = len(settings.cpus or machine["affinity"]) or machine["cpus"] or 1
     made: list[Facts] = []
     with workplace() as folder:
+        prepared: list[tuple[Subject, Inputs, list[Facts]]] = []
+        # What is wrong with a model or a file is said before anything takes time.
         for number, model in enumerate(models):
             target = subject(model, build, method)
             place = os.path.join(folder, str(number))
             os.mkdir(place)
             data = Inputs(place, target.facts, settings.seed, inputs)
-            rows: list[Facts] = [
-                {"config": config, "processes": [], "error": None}
-                for config in configs(target.facts, batches, threads, workers)
-            ]
+            chosen = configs(target.facts, batches, threads, workers)
+            for config in chosen:
+                data.at(config.batch)
+            prepared.append((target, data, [{"config": config, "processes": [], "error": None} for config in chosen]))
+        for target, data, rows in prepared:
             for turn in range(settings.processes):
                 for row in rows:
                     if row["error"] is not None:
@@ -404,7 +470,7 @@ def _measure_once(row: Facts, target: Subject, data: Inputs, settings: Settings,
                 split=True,
             ),
         )
-    except (MeasureError, ArgumentError) as error:
+    except MeasureError as error:
         row["error"] = str(error)
         return
     answer["disturbed"] = disturbances(answer, config.cpus, allowed)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..html_page import COLOURS, document
-from .tables import by_kind, micro, nbytes, percent, place, shapes
+from .tables import by_kind, micro, nbytes, percent, place, shapes, time
 
 Facts = Mapping[str, Any]
 WIDTH = 1100
@@ -26,8 +26,8 @@ def page(facts: Facts) -> str:
     title = f"Profile of {facts['model']}"
     roof = facts["roofline"]
     facts_line = [
-        ("nodes", f"{facts['total_us'] / 1000:.4g} ms in {len(facts['nodes'])}"),
-        ("whole call", f"{facts['call_us'] / 1000:.4g} ms"),
+        ("nodes", f"{time(1000 * facts['total_us'])} in {len(facts['nodes'])}"),
+        ("whole call", time(1000 * facts["call_us"])),
         ("invokes", str(facts["rounds"])),
         ("threads", str(facts["threads"])),
         ("batch", "as declared" if facts["batch"] is None else str(facts["batch"])),
@@ -141,9 +141,7 @@ def _bars(facts: Facts, colour: Mapping[str, str]) -> str:
 
 
 def _roofline(facts: Facts, colour: Mapping[str, str]) -> str:
-    points = [
-        (number, node) for number, node in enumerate(facts["nodes"]) if node["gflops"] is not None and node["intensity"]
-    ]
+    points = [(number, node) for number, node in enumerate(facts["nodes"]) if node["gflops"] and node["intensity"]]
     roof = facts["roofline"]
     if roof is None or not points:
         return "<p class=sub>nothing to draw</p>"
@@ -152,7 +150,7 @@ def _roofline(facts: Facts, colour: Mapping[str, str]) -> str:
     xs = [node["intensity"] for _, node in points]
     ys = [node["gflops"] for _, node in points] + list(peaks.values())
     x0, x1 = math.floor(math.log10(min(0.05, *xs))), math.ceil(math.log10(max(100, *xs)))
-    y0, y1 = math.floor(math.log10(min(1.0, *ys))), math.ceil(math.log10(max(ys)))
+    y0, y1 = math.floor(math.log10(min(1.0, *ys))), max(1, math.ceil(math.log10(max(ys))))
 
     def at_x(value: float) -> float:
         return left + (WIDTH - left - 150) * (math.log10(value) - x0) / (x1 - x0)

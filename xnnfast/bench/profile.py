@@ -17,7 +17,7 @@ import numpy as np
 from ..errors import ArgumentError, UnsupportedError
 from ..load import load
 from . import costs, record
-from .measure import random_array
+from .measure import random_array, read_array
 from .roofline import roof, roofline
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def profile(
     with_roof : bool
         Measure the machine's roofline if it is not known yet, and relate the nodes to it.
     """
-    given = [np.load(name, mmap_mode="r", allow_pickle=False) for name in inputs]
+    given = [read_array(name) for name in inputs]
     notes: list[str] = []
     try:
         graph = load(model) if method is None else load(model, method=method)
@@ -122,7 +122,8 @@ def _of_graph(
     places = batched(graph) if batch is not None else []
     if batch is not None and not places:
         raise ArgumentError("the graph has no input whose batch can be chosen; leave it out")
-    arrays = list(given)
+    # A .npy file can't name bfloat16.
+    arrays = [_typed(array, value.dtype) for array, value in zip(given, graph.inputs)]
     if not arrays:
         for place, value in enumerate(graph.inputs):
             assert batch is None or place not in places or value.shape
@@ -134,7 +135,7 @@ def _of_graph(
 
 
 def _typed(array: Array, dtype: Any) -> Array:
-    return array.view(dtype) if array.dtype.kind == "V" else array
+    return array.view(dtype) if array.dtype == np.dtype("V2") and np.dtype(dtype).itemsize == 2 else array
 
 
 def _timed(call: Callable[[], object], seconds: float) -> float:
@@ -226,7 +227,9 @@ def _of_program(
         ports = program.inputs(name)
         if given and len(given) != len(ports):
             raise ArgumentError(f"need {len(ports)} input files, got {len(given)}")
-        arrays: list[Any] = list(given)
+        arrays: list[Any] = [
+            _typed(array, port.dtype) if port.kind == "Tensor" else port.value for array, port in zip(given, ports)
+        ]
         if not arrays:
             for place, port in enumerate(ports):
                 if port.kind != "Tensor":
@@ -281,7 +284,8 @@ def _routine(program: Program, name: str, arrays: Sequence[Any]) -> tuple[Any, l
 
     Routine.run = run  # type: ignore[method-assign,assignment]
     try:
-        program.run(*arrays, method=name)
+        # The method itself: a program that is one graph is run by a shorter way.
+        program.method(name).run(tuple(arrays))
     finally:
         Routine.run = original  # type: ignore[method-assign]
     return seen[-1]
@@ -295,8 +299,8 @@ def _walk(routine: Any, inputs: Sequence[Any], spans: list[list[float]], held: l
     for index, array in zip(routine.inputs, inputs):
         env[index] = array
     method = routine.method
-    for index in routine.states:
-        env[index] = method.state[index] if index in method.state else method.initial(index)
+    for index, (begin, _) in routine.states.items():
+        env[begin] = method.state[index] if index in method.state else method.initial(index)
     for place, (step, ends) in enumerate(routine.straight):
         if held is not None and isinstance(step, GraphStep):
             held[place] = [env[index] if change is None else change(env[index]) for index, change in step.inputs]
@@ -307,6 +311,8 @@ def _walk(routine: Any, inputs: Sequence[Any], spans: list[list[float]], held: l
             held[place] = [env[index] for index in step.writes]
         for index in ends:
             env[index] = None
+    for index, (_, end) in routine.states.items():
+        method.state[index] = env[end]
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -7,9 +7,12 @@ under ``summary`` can be computed again from it.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
-from collections.abc import Mapping
+import stat
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +37,105 @@ MODEL_LIKENESS = {
     "graph": ("the graph (sha256 of the file)", lambda m: m["sha256"]),
     "precision": ("datatypes", lambda m: m["datatypes"]),
     "kind": ("what runs it", lambda m: m["kind"]),
+    "method": ("methods", lambda m: m["method"]),
 }
+
+# ---------------------------------------------------------------------------------------------------
+# What a record has to hold
+
+
+class Is:
+    """A form of a single value, and how a message calls it."""
+
+    def __init__(self, what: str, holds: Callable[[Any], bool]) -> None:
+        self.what, self.holds = what, holds
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+#: More than any time in nanoseconds (30 years) or size in bytes, and what a float holds with ease.
+_MOST = 1e18
+TEXT = Is("text", lambda value: isinstance(value, str))
+TEXT_OR_NULL = Is("text or null", lambda value: value is None or isinstance(value, str))
+COUNT = Is("a whole number of at least 1", lambda v: isinstance(v, int) and _number(v) and 0 < v < _MOST)
+WHOLE = Is("a whole number", lambda value: isinstance(value, int) and _number(value) and abs(value) < _MOST)
+WHOLE_OR_NULL = Is("a whole number or null", lambda value: value is None or WHOLE.holds(value))
+COUNT_OR_NULL = Is("a whole number of at least 1, or null", lambda value: value is None or COUNT.holds(value))
+POSITIVE = Is("a number above 0", lambda value: _number(value) and 0 < value < _MOST)
+AMOUNT = Is("a number of at least 0", lambda value: _number(value) and 0 <= value < _MOST)
+AMOUNT_OR_NULL = Is("a number of at least 0, or null", lambda value: value is None or AMOUNT.holds(value))
+SOME = Is("true or false", lambda value: isinstance(value, bool))
+WORDS = Is("an object of text", lambda value: isinstance(value, dict) and all(map(TEXT.holds, value.values())))
+OBJECT = Is("an object", lambda value: isinstance(value, dict))
+LIST_OR_NULL = Is("a list or null", lambda value: value is None or isinstance(value, list))
+
+_PROCESS = {
+    "inner": COUNT, "samples": [POSITIVE], "load": {"total": POSITIVE}, "memory": {"process_peak": POSITIVE},
+    "disturbed": WORDS,
+}  # fmt: skip
+_RESULT = {
+    "batch": COUNT_OR_NULL, "threads": COUNT, "workers": COUNT, "shapes": LIST_OR_NULL, "inputs_sha256": TEXT_OR_NULL,
+    "error": TEXT_OR_NULL, "processes": (_PROCESS,),
+}  # fmt: skip
+_MODEL = {
+    "name": TEXT, "sha256": TEXT, "datatypes": (TEXT,), "kind": TEXT, "method": TEXT_OR_NULL, "results": [_RESULT],
+}  # fmt: skip
+_NODE = {
+    "part": WHOLE_OR_NULL, "index": WHOLE, "kernel": TEXT, "us": AMOUNT, "kind": TEXT, "debug_handle": WHOLE,
+    "inputs": ((WHOLE,),), "outputs": ((WHOLE,),), "bytes": AMOUNT, "operations": AMOUNT, "precision": TEXT,
+    "gflops": AMOUNT_OR_NULL, "gbytes": AMOUNT_OR_NULL, "intensity": AMOUNT_OR_NULL, "roofline": AMOUNT_OR_NULL,
+}  # fmt: skip
+_LEVEL = Is(
+    "a size and a rate", lambda value: isinstance(value, list) and len(value) == 2 and all(map(POSITIVE.holds, value))
+)
+ROOFLINE = {
+    "cpu": TEXT, "peak": {"fp32": POSITIVE, "int8": POSITIVE}, "levels": [_LEVEL], "bandwidth": POSITIVE,
+}  # fmt: skip
+#: Of each kind of record, all that is read from it. A dict has these keys and may have more, a list holds at least one
+#: of its form, a tuple any number of them.
+FORMS: dict[str, Any] = {
+    FORMAT: {
+        "environment": {"cpu": TEXT, "variables": WORDS},
+        "build": {"isa": (TEXT,), "pin": WORDS, "cpus": COUNT},
+        "settings": {"cpus": LIST_OR_NULL, "cold": SOME},
+        "models": [_MODEL],
+    },
+    PROFILE: {
+        "model": TEXT, "threads": COUNT, "batch": COUNT_OR_NULL, "rounds": COUNT, "total_us": AMOUNT,
+        "call_us": AMOUNT, "nodes": (_NODE,), "notes": (TEXT,), "roofline": OBJECT,
+    },
+}  # fmt: skip
+
+
+def misfit(value: Any, form: Any, where: str = "") -> str | None:
+    """What of a value does not fit a form, and where; None if all of it fits."""
+    if isinstance(form, Is):
+        return None if form.holds(value) else f"need {form.what} in {where}, found {_brief(value)}"
+    if isinstance(form, dict):
+        if not isinstance(value, dict):
+            return f"need an object in {where}, found {_brief(value)}"
+        missing = [key for key in form if key not in value]
+        if missing:
+            return f"need {', '.join(missing)} in {where or 'it'}, found {', '.join(map(str, value)) or 'nothing'}"
+        parts = ((f"{where}.{key}" if where else key, value[key], each) for key, each in form.items())
+    else:
+        if not isinstance(value, list) or (isinstance(form, list) and not value):
+            return f"need a list{' with something in it' if isinstance(form, list) else ''} in {where}, " + (
+                f"found {_brief(value)}"
+            )
+        parts = ((f"{where}[{place}]", each, form[0]) for place, each in enumerate(value))
+    return next(filter(None, (misfit(each, inner, name) for name, each, inner in parts)), None)
+
+
+def _brief(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."
+
+
+# ---------------------------------------------------------------------------------------------------
+# Files
 
 
 def is_record(path: str | os.PathLike[str]) -> bool:
@@ -52,26 +153,86 @@ def load(path: str | os.PathLike[str], kind: str = FORMAT) -> Facts:
         It is none, or of a later version.
     """
     name = os.fspath(path)
+
+    def no_number(word: str) -> None:
+        raise ValueError(f"{word} is no number")
+
     try:
-        facts = json.loads(Path(path).read_text("utf-8"))
-    except (ValueError, UnicodeDecodeError) as error:
+        facts = json.loads(Path(path).read_text("utf-8"), parse_constant=no_number)
+    except (ValueError, RecursionError) as error:
         raise FormatError(f"{name}: need a record of {kind}, found no JSON: {error}") from None
     found = facts.get("format") if isinstance(facts, dict) else None
     if found != kind:
         raise FormatError(f"{name}: need a record of format {kind!r}, found {found!r}")
     if facts.get("version") != VERSION:
         raise FormatError(f"{name}: need version {VERSION} of {kind}, found {facts.get('version')!r}")
-    missing = [key for key in ("environment", "build", "settings", "models") if key not in facts]
-    if kind == FORMAT and missing:
-        raise FormatError(f"{name}: need {', '.join(missing)} in a record of {kind}, found {', '.join(facts)}")
+    form = FORMS[kind]
+    if kind == PROFILE and "roofline" in facts:
+        form = {**form, "roofline": ROOFLINE if facts["roofline"] is not None else Is("null", lambda value: True)}
+    reason = misfit(facts, form)
+    if reason is not None:
+        raise FormatError(f"{name}: {reason}")
     return dict(facts)
 
 
 def save(facts: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    target = Path(path)
-    partial = target.with_name(f".{target.name}.{os.getpid()}.part")
-    partial.write_text(json.dumps(facts, allow_nan=False), "utf-8")
-    os.replace(partial, target)
+    """Write a record."""
+    write(json.dumps(facts, allow_nan=False), path)
+
+
+def write(text: str, path: str | os.PathLike[str]) -> None:
+    """Write a file whole or not at all. What is no file (a pipe, a device) is written to, not replaced."""
+    data = text.encode("utf-8", "backslashreplace")
+    try:
+        if _is_special(path):
+            Path(path).write_bytes(data)
+            return
+        # The file behind a symbolic link, not the link.
+        target = Path(os.path.realpath(path))
+        partial = target.with_name(f".{target.name}.{os.getpid()}.part")
+        try:
+            partial.write_bytes(data)
+            os.replace(partial, target)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                partial.unlink()
+            raise
+    except OSError as error:
+        # The name that the user knows.
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+
+
+def _is_special(path: str | os.PathLike[str]) -> bool:
+    try:
+        return not stat.S_ISREG(os.stat(path).st_mode)
+    except OSError:
+        return False
+
+
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Refuse a place that can't be written to before something takes minutes for it.
+
+    Raises
+    ------
+    OSError
+        Its folder is missing or closed, or it is a folder itself.
+    """
+    target = Path(os.path.realpath(path))
+    reason = None
+    if target.is_dir():
+        reason = errno.EISDIR
+    elif _is_special(path):
+        reason = None if os.access(path, os.W_OK) else errno.EACCES
+    elif not target.parent.is_dir():
+        reason = errno.ENOENT
+    elif not os.access(target.parent, os.W_OK):
+        reason = errno.EACCES
+    if reason is not None:
+        raise OSError(reason, os.strerror(reason), os.fspath(path))
+
+
+# ---------------------------------------------------------------------------------------------------
+# Likeness
 
 
 def key(result: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -103,10 +264,17 @@ def unlike(a: Mapping[str, Any], b: Mapping[str, Any], allow: frozenset[str] = f
 
 
 def model_pairs(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[Facts, Facts]]:
+    """The models that belong together: the only ones, or those of one name; of several of one name in their order."""
     if len(a["models"]) == len(b["models"]) == 1:
         return [(a["models"][0], b["models"][0])]
-    names = {model["name"]: model for model in b["models"]}
-    return [(model, names[model["name"]]) for model in a["models"] if model["name"] in names]
+    rest = list(b["models"])
+    pairs = []
+    for model in a["models"]:
+        other = next((each for each in rest if each["name"] == model["name"]), None)
+        if other is not None:
+            rest = [each for each in rest if each is not other]
+            pairs.append((model, other))
+    return pairs
 
 
 def _differences(table: Mapping[str, Any], a: Any, b: Any, allow: frozenset[str]) -> list[str]:

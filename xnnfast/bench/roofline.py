@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from . import record
 from .environment import cpu_model
 
 Facts = dict[str, Any]
@@ -41,15 +42,14 @@ def roofline(threads: int = 1, *, again: bool = False) -> Facts:
     if not again:
         try:
             facts: Facts = json.loads(path.read_text("utf-8"))
-            return facts
-        except (OSError, ValueError):
+            if record.misfit(facts, record.ROOFLINE) is None:
+                return facts
+        except (OSError, ValueError, RecursionError):
             pass
     facts = {"threads": threads, "cpu": cpu_model(), **measure(threads)}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.{os.getpid()}.part")
-        partial.write_text(json.dumps(facts), "utf-8")
-        os.replace(partial, path)
+        record.save(facts, path)
     except OSError:
         # A cache that can't be written costs a second and a half each time, no more.
         facts["not_kept"] = True

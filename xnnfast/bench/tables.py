@@ -9,6 +9,7 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from . import stats
 
@@ -22,11 +23,22 @@ COLOURS = {
 }
 
 
+class Plain(Console):
+    """Shows names as they are: what files and users call things is neither markup nor an order to the terminal."""
+
+    def __init__(self, width: int | None, **options: Any) -> None:
+        super().__init__(width=width, highlight=False, markup=False, emoji=False, soft_wrap=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        shown = (c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+        return super().render_str("".join(shown), **options)
+
+
 def console(width: int | None = None) -> Console:
     """One for stdout; what is not a terminal gets plain text, as wide as it needs."""
-    made = Console(width=width, highlight=False, soft_wrap=False)
+    made = Plain(width)
     if width is None and not made.is_terminal:
-        made = Console(width=200, highlight=False, no_color=True)
+        made = Plain(200, no_color=True)
     return made
 
 
@@ -140,6 +152,8 @@ def remarks(result: Facts) -> list[str]:
         return []
     where = f"batch {result['batch']}, {result['threads']} threads, {result['workers']} workers"
     found = []
+    if result["error"] is not None:
+        found.append(f"{where}: given up after {summary['processes']} processes: {result['error']}")
     bad = summary["processes"] - summary["undisturbed"]
     if bad:
         causes = sorted({text for each in result["processes"] for text in each["disturbed"].values()})
@@ -179,7 +193,7 @@ def print_compare(facts: Facts, out: Console | None = None) -> None:
             out.print(f"note: {note}", style="yellow")
         rows = table("<metric", "A", "B", "B / A", "interval (99 %)", "p", "counts beyond", "A/A noise", "<verdict")
         for metric in result["metrics"]:
-            verdict = f"[{COLOURS[metric['verdict']]}]{metric['verdict']}[/]"
+            verdict = Text(metric["verdict"], COLOURS[metric["verdict"]])
             if "ratio" not in metric:
                 rows.add_row(metric["metric"], *["-"] * 7, verdict)
                 continue
@@ -197,7 +211,7 @@ def print_compare(facts: Facts, out: Console | None = None) -> None:
             )
         out.print(rows)
     seconds = f" after {facts['seconds']:.0f} s" if "seconds" in facts else ""
-    out.print(f"[{COLOURS[facts['verdict']]}]{facts['verdict']}[/]{seconds}")
+    out.print(Text.assemble((facts["verdict"], COLOURS[facts["verdict"]]), seconds))
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -217,7 +231,7 @@ def print_profile(facts: Facts, out: Console | None = None, *, top: int | None =
     out = out or console()
     roof = facts["roofline"]
     out.print(
-        f"{facts['model']}: {facts['total_us'] / 1000:.4g} ms in {len(facts['nodes'])} nodes, "
+        f"{facts['model']}: {time(1000 * facts['total_us'])} in {len(facts['nodes'])} nodes, "
         f"{facts['rounds']} invokes, {facts['threads']} thread{'' if facts['threads'] == 1 else 's'}",
         style="bold",
     )
@@ -275,7 +289,7 @@ def print_diff(facts: Facts, out: Console | None = None) -> None:
     """Two profiles node by node, the largest differences first."""
     out = out or console()
     out.print(
-        f"{facts['a']} {facts['total_us'][0] / 1000:.4g} ms, {facts['b']} {facts['total_us'][1] / 1000:.4g} ms: "
+        f"{facts['a']} {time(1000 * facts['total_us'][0])}, {facts['b']} {time(1000 * facts['total_us'][1])}: "
         f"{facts['total_us'][1] / max(facts['total_us'][0], 1e-9):.3f} of it",
         style="bold",
     )

@@ -53,8 +53,10 @@ def batch(
     output: Annotated[
         list[str],
         typer.Option(
-            "--output", "-o", metavar="OUT", help="Where results go: once per output, one name with {} in it, or one "
-            "file that can hold several arrays.",
+            "--output",
+            "-o",
+            metavar="OUT",
+            help="Where results go: once per output, one name with {} in it, or one file that can hold several arrays.",
         ),
     ],
     batch: Annotated[int | None, typer.Option(min=1, help="Samples per step, done whole or not at all.")] = None,
@@ -87,8 +89,9 @@ def batch(
         raise CommandError("--resume and --restart exclude each other")
     # A program may need more than load can do; the executor finds out.
     source = model if dialect is None else _load(model, dialect)
-    with Executor(source, workers=workers, micro_batch=micro_batch, precision=precision, pin=pin,
-                  weights_cache=cache_place(cache)) as executor:
+    with Executor(
+        source, workers=workers, micro_batch=micro_batch, precision=precision, pin=pin, weights_cache=cache_place(cache)
+    ) as executor:
         job = _Job(model, executor, inputs, output, normalize, precision)
         with _terminable(), batch_io.Journal(job.journal_path) as journal:
             job.open(journal, resume, restart)
@@ -139,36 +142,50 @@ def _terminable() -> Iterator[None]:
 class _Job:
     """Inputs, outputs and what stands between them, for one run of the command."""
 
-    def __init__(self, model: Path, executor: Executor, inputs: list[str], output: list[str], normalize: str | None,
-                 precision: str | None) -> None:
+    def __init__(
+        self,
+        model: Path,
+        executor: Executor,
+        inputs: list[str],
+        output: list[str],
+        normalize: str | None,
+        precision: str | None,
+    ) -> None:
         self.executor = executor
         self.done = self.resumed = 0
         self.seconds = 0.0
         crew = executor._crew
         self.layouts = crew.layouts[: len(executor.inputs)]
-        specs = [batch_io.Spec(value.datatype, dtype, value.shape)
-                 for value, dtype in zip(executor.inputs, crew.dtypes)]
+        specs = [
+            batch_io.Spec(value.datatype, dtype, value.shape) for value, dtype in zip(executor.inputs, crew.dtypes)
+        ]
         self.sources = batch_io.open_inputs(inputs, specs, [str(position) for position in range(len(specs))])
         self.normalize = [_Normalize.of(normalize, source, spec) for source, spec in zip(self.sources, specs)]
         if normalize is not None and not any(self.normalize):
             raise CommandError("--normalize: every input has the graph's dtype already")
         self.rows = self._count()
-        self.variant = tuple(source.shape if layout is None else source.shape[1:]
-                             for source, layout in zip(self.sources, self.layouts))
+        self.variant = tuple(
+            source.shape if layout is None else source.shape[1:] for source, layout in zip(self.sources, self.layouts)
+        )
         shapes = crew.output_shapes(self.variant, self.rows)
-        made = [batch_io.Spec(value.datatype, dtype, shape)
-                for value, dtype, shape in zip(executor.outputs, crew.dtypes[len(specs):], shapes)]
+        made = [
+            batch_io.Spec(value.datatype, dtype, shape)
+            for value, dtype, shape in zip(executor.outputs, crew.dtypes[len(specs) :], shapes)
+        ]
         self.placed = crew.layouts[len(specs) : len(specs) + len(made)]
         for position, layout in enumerate(self.placed):
             if layout is not None and layout.outer > 1 and self.rows > 1:
-                raise CommandError(f"output {position} holds samples between one another on axis {layout.axis}: it "
-                                   "can't be written in steps")
+                raise CommandError(
+                    f"output {position} holds samples between one another on axis {layout.axis}: it "
+                    "can't be written in steps"
+                )
         self.targets = _make_targets(output, made)
         for position, (layout, spec) in enumerate(zip(self.placed, made)):
             tabular = layout is not None and layout.axis == 0 and layout.unit == 1
             if not tabular and self.targets[0].suffix in batch_io.TABLES:
-                raise CommandError(f"output {position} ({text(spec.shape)}) has no row for each sample, which a table "
-                                   "needs")
+                raise CommandError(
+                    f"output {position} ({text(spec.shape)}) has no row for each sample, which a table needs"
+                )
         for target in self.targets:
             for source in self.sources:
                 if os.path.exists(target.path) and os.path.samefile(target.path, source.where.partition(":")[0]):
@@ -176,8 +193,10 @@ class _Job:
         self.journal_path = self.targets[0].path.with_name(f".{self.targets[0].path.name}.journal")
         self.identity = {
             "model": _identity(model),
-            "inputs": [[*_identity(Path(source.where.partition(":")[0])), source.where.partition(":")[2]]
-                       for source in self.sources],
+            "inputs": [
+                [*_identity(Path(source.where.partition(":")[0])), source.where.partition(":")[2]]
+                for source in self.sources
+            ],
             "outputs": [[target.path.name, [list(spec.shape) for spec in target.specs]] for target in self.targets],
             "normalize": normalize,
             "precision": precision,
@@ -190,16 +209,20 @@ class _Job:
             if layout is None:
                 continue
             if not source.shape or source.shape[0] % layout.inner:
-                raise CommandError(f"{source.where}: need {layout.inner} rows for each sample on axis 0, found shape "
-                                   f"{text(source.shape)}")
+                raise CommandError(
+                    f"{source.where}: need {layout.inner} rows for each sample on axis 0, found shape "
+                    f"{text(source.shape)}"
+                )
             count = source.shape[0] // layout.inner
             if rows is not None and count != rows:
                 raise CommandError(f"{source.where} holds {count} samples, inputs before it hold {rows}")
             rows = count
             declared = self.executor.inputs[position].shape
             if len(declared) != len(source.shape):
-                raise CommandError(f"{source.where}: need rank {len(declared)} as in {text(declared)}, found shape "
-                                   f"{text(source.shape)}")
+                raise CommandError(
+                    f"{source.where}: need rank {len(declared)} as in {text(declared)}, found shape "
+                    f"{text(source.shape)}"
+                )
         assert rows is not None
         return rows
 
@@ -211,12 +234,16 @@ class _Job:
         if before is not None and not restart:
             if not resume:
                 done = sum(stop - start for start, stop in journal.done)
-                raise CommandError(f"{self.targets[0].path}: a run before did {done} of {before.get('rows')} samples: "
-                                   "--resume goes on, --restart forgets it")
+                raise CommandError(
+                    f"{self.targets[0].path}: a run before did {done} of {before.get('rows')} samples: "
+                    "--resume goes on, --restart forgets it"
+                )
             for what, value in self.identity.items():
                 if before.get(what) != value:
-                    raise CommandError(f"{self.targets[0].path}: the run before had other {what}, {before.get(what)}; "
-                                       f"now {value}: --restart forgets it")
+                    raise CommandError(
+                        f"{self.targets[0].path}: the run before had other {what}, {before.get(what)}; "
+                        f"now {value}: --restart forgets it"
+                    )
             if journal.finishing or all(target.is_reserved for target in self.targets):
                 self.done = self.resumed = sum(stop - start for start, stop in journal.done)
                 return
@@ -257,8 +284,9 @@ class _Job:
         begun = time.perf_counter()
         arrays = [array for target in self.targets for array in target.arrays()]
         shared = [self.read(position, 0, 0) if layout is None else None for position, layout in enumerate(self.layouts)]
-        direct = all(layout is not None and layout.blocks(array.shape) == 1
-                     for array, layout in zip(arrays, self.placed))
+        direct = all(
+            layout is not None and layout.blocks(array.shape) == 1 for array, layout in zip(arrays, self.placed)
+        )
         under_way: deque[tuple[Future[Any], int, int, list[Any], float]] = deque()
         size = step or self.first_step()
         synced = begun
@@ -285,8 +313,10 @@ class _Job:
             for start, stop in batch_io.missing(journal.done, self.rows):
                 while start < stop:
                     end = min(stop, start + size)
-                    inputs = [self.read(position, start, end) if given is None else given
-                              for position, given in enumerate(shared)]
+                    inputs = [
+                        self.read(position, start, end) if given is None else given
+                        for position, given in enumerate(shared)
+                    ]
                     outs = [self.place(array, layout, start, end) for array, layout in zip(arrays, self.placed)]
                     held = () if direct else self.executor._crew.new_outputs(self.variant, end - start)
                     out = [held[position] if each is None else each for position, each in enumerate(outs)]
@@ -303,8 +333,11 @@ class _Job:
     def read(self, position: int, start: int, stop: int) -> Array:
         """Some samples of an input, or all of it where all samples share it."""
         source, layout, normalize = self.sources[position], self.layouts[position], self.normalize[position]
-        array = source.read(0, source.shape[0]) if layout is None else source.read(start * layout.inner,
-                                                                                   stop * layout.inner)
+        array = (
+            source.read(0, source.shape[0])
+            if layout is None
+            else source.read(start * layout.inner, stop * layout.inner)
+        )
         return array if normalize is None else normalize(array)
 
     def place(self, array: Array, layout: Any, start: int, stop: int) -> Array | None:
@@ -328,8 +361,14 @@ class _Job:
         return max(16 * self.executor.workers, FIRST_BYTES // self.row_bytes())
 
     def row_bytes(self) -> int:
-        return max(1, sum(source.dtype.itemsize * int(np.prod(source.shape[1:], dtype=np.int64)) * layout.inner
-                          for source, layout in zip(self.sources, self.layouts) if layout is not None))
+        return max(
+            1,
+            sum(
+                source.dtype.itemsize * int(np.prod(source.shape[1:], dtype=np.int64)) * layout.inner
+                for source, layout in zip(self.sources, self.layouts)
+                if layout is not None
+            ),
+        )
 
     def next_step(self, rows: int, seconds: float, size: int) -> int:
         """Steps of about the wanted time; two are under way at once, so that one lasted half of what was measured."""
@@ -353,8 +392,11 @@ class _Job:
             "weights_cache": self.executor.weights_cache,
             "precision": self.identity["precision"],
             "accuracy": accuracy.as_dict() if accuracy is not None else None,
-            "outputs": [{"file": str(target.path), "name": name, "dtype": str(spec.dtype), "shape": list(spec.shape)}
-                        for target in self.targets for name, spec in zip(target.names, target.specs)],
+            "outputs": [
+                {"file": str(target.path), "name": name, "dtype": str(spec.dtype), "shape": list(spec.shape)}
+                for target in self.targets
+                for name, spec in zip(target.names, target.specs)
+            ],
         }
 
 
@@ -365,8 +407,10 @@ def _make_targets(output: list[str], specs: list[batch_io.Spec]) -> list[batch_i
     if len(output) == 1 and "{}" not in output[0] and several:
         targets = [batch_io.Target(one, names, specs)]
     else:
-        targets = [batch_io.Target(path, [name], [spec])
-                   for path, name, spec in zip(_targets(output, len(specs)), names, specs)]
+        targets = [
+            batch_io.Target(path, [name], [spec])
+            for path, name, spec in zip(_targets(output, len(specs)), names, specs)
+        ]
     for target in targets:
         if not target.path.parent.is_dir():
             raise CommandError(f"{target.path}: the folder {target.path.parent} is not there")
@@ -395,15 +439,19 @@ class _Normalize:
         if spec.dtype.kind != "f" or source.dtype.kind not in "iu":
             raise CommandError(f"{source.where}: need {spec.dtype}, found {source.dtype}")
         if words is None:
-            raise CommandError(f"{source.where}: need {spec.dtype}, found {source.dtype}; --normalize SCALE:OFFSET "
-                               "makes floats of integers")
+            raise CommandError(
+                f"{source.where}: need {spec.dtype}, found {source.dtype}; --normalize SCALE:OFFSET "
+                "makes floats of integers"
+            )
         left, _, right = words.partition(":")
         try:
-            scale, offset = (np.array([float(number) for number in part.split(",")], np.float32)
-                             for part in (left, right or "0"))
+            scale, offset = (
+                np.array([float(number) for number in part.split(",")], np.float32) for part in (left, right or "0")
+            )
         except ValueError:
-            raise CommandError(f"--normalize: need numbers as in 0.00392 or 0.017,0.018,0.017:-2.1,-2.0,-1.8, found "
-                               f"{words!r}") from None
+            raise CommandError(
+                f"--normalize: need numbers as in 0.00392 or 0.017,0.018,0.017:-2.1,-2.0,-1.8, found {words!r}"
+            ) from None
         count = max(len(scale), len(offset))
         if not {len(scale), len(offset)} <= {1, count}:
             raise CommandError(f"--normalize: need as many offsets as scales, found {len(offset)} and {len(scale)}")
@@ -411,8 +459,7 @@ class _Normalize:
         if count > 1:
             axes = [axis for axis in range(1, len(source.shape)) if source.shape[axis] == count]
             if len(axes) != 1:
-                raise CommandError(f"--normalize: need one axis of {count} channels, found "
-                                   f"{text(source.shape)}")
+                raise CommandError(f"--normalize: need one axis of {count} channels, found {text(source.shape)}")
             shape[axes[0]] = count
         scale, offset = (np.broadcast_to(part, count).reshape(shape).astype(spec.dtype) for part in (scale, offset))
         return _Normalize(scale, offset, spec.dtype)
@@ -440,8 +487,15 @@ def _progress(total: int, done: int, quiet: bool) -> Iterator[Any]:
         def render(self, task: Any) -> Text:
             return Text(f"{task.speed:,.0f}/s" if task.speed else "")
 
-    with Progress(TextColumn("samples"), BarColumn(), MofNCompleteColumn(), Rate(), TimeRemainingColumn(),
-                  console=Console(stderr=True), transient=True) as bar:
+    with Progress(
+        TextColumn("samples"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        Rate(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    ) as bar:
         task = bar.add_task("", total=total, completed=done)
         yield lambda count: bar.advance(task, count)
 

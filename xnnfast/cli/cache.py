@@ -22,9 +22,7 @@ cache = typer.Typer(
 )
 app.add_typer(cache, name="cache")
 
-Folder = Annotated[
-    Path | None, typer.Option("--folder", metavar="FOLDER", help="Another folder than the user's own.")
-]
+Folder = Annotated[Path | None, typer.Option("--folder", metavar="FOLDER", help="Another folder than the user's own.")]
 
 
 def _folder(given: Path | None) -> str:

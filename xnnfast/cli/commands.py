@@ -298,7 +298,11 @@ def _array(path: Path, value: Any = None) -> Array:
 
 @contextlib.contextmanager
 def _replacing(target: Path) -> Iterator[IO[bytes]]:
-    """A file that takes its name when all of it is written."""
+    """A file that takes its name when all of it is written. A pipe or a device is written to, not replaced."""
+    if target.exists() and not target.is_file():
+        with open(target, "wb") as stream:
+            yield stream
+        return
     folder = target.parent
     descriptor, partial = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".part", dir=folder)
     try:

@@ -6,7 +6,9 @@ verdict: 0 same or faster, 1 slower, 3 ambiguous, 4 invalid.
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from ..bench import stats
+from ..errors import XnnfastError
 from .commands import CommandError, Json, _print_json, app
 
 Input = Annotated[
@@ -28,7 +31,13 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
 Cpus = Annotated[str | None, typer.Option(metavar="0,1", help="Bind what is measured to these CPUs.")]
 
 
-def _numbers(text: str | None, what: str, least: int = 1) -> list[int]:
+#: A pool of more threads than any machine has CPUs takes the memory of all of them, and no figure comes of it.
+MOST_THREADS = 1024
+#: Seconds that anything may be measured: a day.
+LONGEST = 86_400.0
+
+
+def _numbers(text: str | None, what: str, least: int = 1, most: int = 1 << 31) -> list[int]:
     """A list as in ``1,8,32``."""
     if not text:
         return []
@@ -38,7 +47,27 @@ def _numbers(text: str | None, what: str, least: int = 1) -> list[int]:
         raise CommandError(f"{what}: need whole numbers with commas between them, got {text!r}") from None
     if min(found) < least:
         raise CommandError(f"{what}: need numbers of at least {least}, got {text!r}")
+    if max(found) > most:
+        raise CommandError(f"{what}: need numbers of at most {most}, got {text!r}")
     return found
+
+
+def _check(places: Sequence[Path | None], **numbers: float | None) -> None:
+    """Refuse what would fail only after everything was measured: files that can't be written, numbers that are none."""
+    from ..bench import record
+
+    for name, number in numbers.items():
+        # Typer's own limits let NaN through, depending on its version.
+        if number is not None and not math.isfinite(number):
+            raise CommandError(f"--{name.replace('_', '-')}: need a finite number, got {number}")
+    for place in places:
+        if place is not None:
+            record.check_writable(place)
+
+
+def _pool(threads: int, workers: int = 1) -> None:
+    if threads * workers > MOST_THREADS:
+        raise CommandError(f"need at most {MOST_THREADS} threads in all, got {workers} x {threads}")
 
 
 class _Progress:
@@ -63,8 +92,8 @@ def bench(
     threads: Annotated[str, typer.Option(metavar="1,2", help="Threads of a runtime.")] = "1",
     workers: Annotated[str, typer.Option(metavar="1,2", help="Runtimes side by side, each with its threads.")] = "1",
     processes: Annotated[int, typer.Option(min=1, help="Fresh processes for each row.")] = 9,
-    seconds: Annotated[float, typer.Option(min=0.0, help="Seconds of samples in each process.")] = 0.5,
-    warm_up: Annotated[float, typer.Option(min=0.0, help="Most seconds of warming up.")] = 1.0,
+    seconds: Annotated[float, typer.Option(min=0.0, max=LONGEST, help="Seconds of samples in each process.")] = 0.5,
+    warm_up: Annotated[float, typer.Option(min=0.0, max=LONGEST, help="Most seconds of warming up.")] = 1.0,
     samples: Annotated[int, typer.Option(min=1, help="Most samples of a process.")] = 5000,
     inputs: Input = None,
     seed: Seed = 0,
@@ -81,13 +110,16 @@ def bench(
     """Measure latency, throughput, opening and memory of models in fresh processes."""
     from ..bench import measure, record
 
+    _check([save], seconds=seconds, warm_up=warm_up)
+    pools, sides = _numbers(threads, "--threads"), _numbers(workers, "--workers")
+    _pool(max(pools, default=1), max(sides, default=1))
     progress = _Progress(quiet)
     try:
         facts = measure.bench(
             models,
             batches=_numbers(batch, "--batch"),
-            threads=_numbers(threads, "--threads"),
-            workers=_numbers(workers, "--workers"),
+            threads=pools,
+            workers=sides,
             settings=measure.Settings(
                 processes=processes,
                 seconds=seconds,
@@ -107,9 +139,12 @@ def bench(
         from ..bench.profile import profile as profile_model
 
         for path, model in zip(models, facts["models"]):
-            model["profile"] = profile_model(path, seed=seed, inputs=inputs or (), method=method)
-    if save is not None:
-        record.save(facts, save)
+            try:
+                model["profile"] = profile_model(path, seed=seed, inputs=inputs or (), method=method)
+            except XnnfastError as error:
+                # What was measured is there all the same.
+                model["profile"] = None
+                model["notes"].append(f"its nodes can't be profiled: {error}")
     if as_json:
         _print_json(facts)
     else:
@@ -117,7 +152,11 @@ def bench(
 
         print_bench(facts)
         for model in facts["models"] if nodes else ():
-            print_profile(model["profile"], top=15)
+            if model["profile"] is not None:
+                print_profile(model["profile"], top=15)
+    # Afterwards: what can't be kept has been shown.
+    if save is not None:
+        record.save(facts, save)
     if all("summary" not in result for model in facts["models"] for result in model["results"]):
         raise CommandError("nothing could be measured")
 
@@ -153,8 +192,8 @@ def compare(
     metrics: Annotated[
         list[Metric] | None, typer.Option("--metric", help="Judge only this; may be repeated. Without: all.")
     ] = None,
-    budget: Annotated[float, typer.Option(min=1.0, help="Most seconds.")] = 60.0,
-    seconds: Annotated[float, typer.Option(min=0.0, help="Seconds of samples in each process.")] = 0.15,
+    budget: Annotated[float, typer.Option(min=1.0, max=LONGEST, help="Most seconds.")] = 60.0,
+    seconds: Annotated[float, typer.Option(min=0.0, max=LONGEST, help="Seconds of samples in each process.")] = 0.15,
     clock: Annotated[
         Clock, typer.Option(help="Wall time, or CPU time of the process where the machine is never quiet.")
     ] = Clock.wall,
@@ -187,6 +226,11 @@ def compare(
     known = {*record.LIKENESS, *record.MODEL_LIKENESS, "shapes", "inputs"}
     if words - known:
         raise CommandError(f"--allow: need words of {', '.join(sorted(known))}, got {', '.join(sorted(words - known))}")
+    _check([save], seconds=seconds, budget=budget, tolerance=tolerance)
+    _pool(threads, workers)
+    folder = next((each for each in (a, b) if each.is_dir()), None)
+    if not models and folder is not None:
+        raise CommandError(f"{folder}: is a folder; to compare two builds, name a model by --model")
     if not models and record.is_record(a) != record.is_record(b):
         raise CommandError("need two records or two models, got one of each")
     facts: dict[str, Any]
@@ -213,19 +257,19 @@ def compare(
                 tolerance=tolerance,
                 clock=clock.value,
                 cpus=_numbers(cpus, "--cpus", 0) or None,
-                metrics=tuple(each.value for each in metrics or list(Metric)),
+                metrics=tuple(dict.fromkeys(each.value for each in metrics or list(Metric))),
             )
             facts = comparing.compare(pairs, settings=settings, inputs=inputs or (), allow=words, say=progress)
         finally:
             progress.end()
-    if save is not None:
-        record.save(facts, save)
     if as_json:
         _print_json(facts)
     else:
         from ..bench.tables import print_compare
 
         print_compare(facts)
+    if save is not None:
+        record.save(facts, save)
     return stats.STATUS[facts["verdict"]]
 
 
@@ -238,7 +282,7 @@ def profile(
     threads: Annotated[int, typer.Option(min=1, help="Threads of a runtime.")] = 1,
     batch: Annotated[int | None, typer.Option(min=1, help="Samples per call.")] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="Invokes; without: as many as fit into --seconds.")] = None,
-    seconds: Annotated[float, typer.Option(min=0.0, help="Seconds of invokes.")] = 1.0,
+    seconds: Annotated[float, typer.Option(min=0.0, max=LONGEST, help="Seconds of invokes.")] = 1.0,
     top: Annotated[int | None, typer.Option(min=1, help="Show only the nodes that take longest.")] = None,
     diff: Annotated[bool, typer.Option("--diff", help="Compare two models, or two profiles kept by --save.")] = False,
     trace: Annotated[
@@ -277,20 +321,21 @@ def profile(
 
     if len(models) != (2 if diff else 1):
         raise CommandError(f"need {'two models with --diff' if diff else 'one model'}, got {len(models)}")
+    if diff and (trace is not None or html is not None):
+        raise CommandError("--trace and --html show one profile; they don't go with --diff")
+    _check([save, trace, html], seconds=seconds)
+    _pool(threads)
     found = [one(path) for path in models]
     if diff:
         facts = profiling.diff(*found)
     else:
         (facts,) = found
         if trace is not None:
-            trace.write_text(json.dumps(profiling.trace(facts)), "utf-8")
+            record.write(json.dumps(profiling.trace(facts), allow_nan=False), trace)
         if html is not None:
             from ..bench.page import page
-            from ..html_page import save as save_page
 
-            save_page(page(facts), html)
-    if save is not None:
-        record.save(facts, save)
+            record.write(page(facts), html)
     if as_json:
         _print_json(facts)
     else:
@@ -300,3 +345,5 @@ def profile(
             tables.print_diff(facts)
         else:
             tables.print_profile(facts, top=top)
+    if save is not None:
+        record.save(facts, save)
