@@ -61,16 +61,16 @@ class RuntimeDocstrings(griffe.Extension):
     """Docstrings as Python has them: stubs have none, and GraphBuilder's are made from the rows of operators."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        if obj.is_module or not obj.path.startswith("xnnfast.") or "_generated" in obj.path:
+        if not obj.path.startswith("xnnfast.") or "_generated" in obj.path:
             return
         try:
             found: Any = importlib.import_module(obj.module.path)
-            for part in obj.path[len(obj.module.path) + 1 :].split("."):
+            for part in [] if obj.is_module else obj.path[len(obj.module.path) + 1 :].split("."):
                 found = getattr(found, part)
         except (ImportError, AttributeError):
             return
         text = getattr(found, "__doc__", None)
-        if not isinstance(text, str) or not text.strip() or not (obj.is_function or obj.is_class or obj.is_attribute):
+        if not isinstance(text, str) or not text.strip() or obj.is_type_alias:
             return
         if obj.is_attribute and not (inspect.isdatadescriptor(found) or isinstance(found, property)):
             # A value: the docstring would be that of its type.
@@ -79,4 +79,5 @@ class RuntimeDocstrings(griffe.Extension):
             return
         # Cython writes the signature in front.
         text = re.sub(r"^[\w.]+\([^\n]*\)(?: -> [^\n]*)?\n+", "", inspect.cleandoc(text))
+        text = re.sub(r":(?:meth|class|func|attr|data|mod):`~?([\w.]+)`", r"`\1`", text)
         obj.docstring = griffe.Docstring(text, parent=obj, parser="numpy")
