@@ -3,7 +3,7 @@
     python bench/gate.py [--strict] [--json]          (make bench-gate)
 
 Both sides of a ratio are measured in turns in one process, so that the machine's speed cancels and a bound holds on
-any machine. What fell short is said, with how far; the status is 0 all the same, or 1 with ``--strict``.
+any machine. What fell short or could not be measured is said; the status is 0 all the same, or 1 with ``--strict``.
 """
 
 from __future__ import annotations
@@ -153,7 +153,12 @@ def figures() -> Iterator[dict[str, Any]]:
             if cpus < bound.cpus:
                 yield {**row, "skipped": f"needs {bound.cpus} CPUs, {cpus} are allowed"}
                 continue
-            one, other = bound.measure(Path(name))
+            try:
+                one, other = bound.measure(Path(name))
+            except Exception as error:
+                # The others can be measured all the same.
+                yield {**row, "failed": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+                continue
             ratio = statistics.median(one) / statistics.median(other)
             spread = [a / b for a, b in zip(one, other)]
             yield {
@@ -167,7 +172,7 @@ def figures() -> Iterator[dict[str, Any]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--strict", action="store_true", help="status 1 if something fell short")
+    parser.add_argument("--strict", action="store_true", help="status 1 if something fell short or failed")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     rows = []
@@ -178,12 +183,15 @@ def main() -> int:
         if "skipped" in row:
             print(f"skipped      {row['what']}: {row['skipped']}")
             continue
+        if "failed" in row:
+            print(f"not measured {row['what']}: {row['failed']}", flush=True)
+            continue
         verdict, sign = "fell short" if row["short"] else "good", ">=" if row["higher"] else "<="
         rounds = f"rounds {row['low']:.3g} to {row['high']:.3g}"
         print(f"{verdict:12} {row['what']}: {row['ratio']:.3g} ({rounds}; bound {sign} {row['bound']:g})", flush=True)
     if options.json:
         print(json.dumps(rows, indent=2))
-    return int(options.strict and any(row.get("short") for row in rows))
+    return int(options.strict and any(row.get("short") or "failed" in row for row in rows))
 
 
 if __name__ == "__main__":

@@ -487,6 +487,9 @@ MISFITS = {
         (*PROCESS, "load"), lambda place, key: place[key].update(total="1")
     ),
     "need an object in models\\[0\\], found 7": spoil(("models", 0), lambda place, key: place.__setitem__(key, 7)),
+    "need outputs as bench writes them in .*outputs": spoil(
+        (*RESULT, "outputs"), lambda place, key: place[key][0].update(dtype="O")
+    ),
     "need true or false in settings.cold": spoil(("settings", "cold"), lambda place, key: place.update(cold=1)),
 }
 
@@ -630,6 +633,45 @@ def test_what_only_one_record_has_is_told(bench_record):
     one["models"] += [{**one["models"][0], "name": "less.xnn"}]
     notes = compare.compare_records(one, other)["notes"]
     assert "only in A, so not compared: less.xnn" in notes and "only in B, so not compared: more.xnn" in notes
+
+
+def test_wrong_answers_show_in_records(bench_record):
+    base = np.linspace(990, 1010, 10)
+    one, other = with_processes(bench_record, base), with_processes(bench_record, base / 2)
+    facts = compare.compare_records(one, other)
+    assert facts["verdict"] == stats.FASTER
+    assert facts["results"][0]["outputs"] == "the same bit for bit"
+    result = other["models"][0]["results"][0]
+    kept = result["outputs"][0]
+    assert (kept["shape"], len(record.sample_of(kept))) == ([1, 16], 16)
+    result["outputs"] = [record.output(np.float32(1.01) * record.sample_of(kept).reshape(kept["shape"]))]
+    facts = compare.compare_records(one, other)
+    assert facts["verdict"] == stats.INVALID
+    assert facts["results"][0]["invalid"] == ["outputs differ: output 0 differs by up to 0.01 of its largest number"]
+    facts = compare.compare_records(one, other, tolerance=0.02)
+    assert facts["verdict"] == stats.FASTER
+    assert facts["results"][0]["outputs"] == "the same within 0.01 of the largest number, as far as records tell"
+    result["outputs"] = []
+    assert compare.compare_records(one, other)["results"][0]["invalid"] == ["outputs differ: 1 outputs against 0"]
+    del result["outputs"]
+    assert compare.compare_records(one, other)["results"][0]["outputs"] == "not known from records"
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.zeros((0, 3), np.float32), np.float32(7), np.arange(5000, dtype=np.int64), np.array([True, False]),
+        np.array([np.nan, np.inf, 1], np.float16), np.zeros(3, "V2"),
+    ],
+    ids=lambda array: str(np.asarray(array).dtype),
+)  # fmt: skip
+def test_outputs_are_kept_in_records(array):
+    kept = json.loads(json.dumps(record.output(np.asarray(array)), allow_nan=False))
+    sample = record.sample_of(kept)
+    assert sample.dtype == np.asarray(array).dtype and sample.size == min(np.asarray(array).size, record.SAMPLE)
+    if sample.size:
+        flat = np.asarray(array).reshape(-1)
+        assert (sample[:1].tobytes(), sample[-1:].tobytes()) == (flat[:1].tobytes(), flat[-1:].tobytes())
 
 
 def test_models_of_one_name_are_paired_in_their_order(bench_record):

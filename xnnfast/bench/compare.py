@@ -38,6 +38,7 @@ from .measure import (
 )
 
 Facts = dict[str, Any]
+Array = np.ndarray[Any, np.dtype[Any]]
 FORMAT = "xnnfast-compare"
 
 #: What is compared, each as one number per process, more being worse.
@@ -120,21 +121,34 @@ def refusals(a: Subject, b: Subject, config: Config, allow: frozenset[str]) -> l
     return found
 
 
-def differing_outputs(one: str, other: str, tolerance: float | None) -> tuple[str | None, str]:
-    """Why the outputs in two folders are not the same, or None; and how far they are apart."""
-    names = [sorted(os.listdir(folder)) for folder in (one, other)]
-    if names[0] != names[1]:
-        return f"{len(names[0])} outputs against {len(names[1])}", ""
-    furthest = 0.0
-    exact, steps = True, 0
-    for name in names[0]:
-        a, b = (np.load(os.path.join(folder, name), allow_pickle=False) for folder in (one, other))
-        which = f"output {name.partition('.')[0]}"
+@dataclass
+class Distance:
+    """How far outputs are apart."""
+
+    #: Why they are not the same; None if they are, as far as whoever asked wants to know.
+    reason: str | None = None
+    exact: bool = True
+    #: Of whole numbers, and of others as a share of the largest.
+    steps: int = 0
+    share: float = 0.0
+
+    def __str__(self) -> str:
+        if self.exact:
+            return "the same bit for bit"
+        parts = ["one step"] if self.steps else []
+        if self.share or not self.steps:
+            parts.append(f"{self.share:.1g} of the largest number")
+        return f"the same within {' and '.join(parts)}"
+
+    def add(self, which: str, a: Array, b: Array, tolerance: float | None, largest: float | None = None) -> bool:
+        """Take two more arrays into account; whether they agree. ``largest``: the largest number, if it is not in
+        ``a``."""
         if a.shape != b.shape or a.dtype != b.dtype:
-            return f"{which} is {a.dtype} {a.shape} against {b.dtype} {b.shape}", ""
+            self.reason = f"{which} is {a.dtype} {a.shape} against {b.dtype} {b.shape}"
+            return False
         if a.tobytes() == b.tobytes():
-            continue
-        exact = False
+            return True
+        self.exact = False
         if a.dtype.kind == "V":
             a, b = ((each.view(np.uint16).astype(np.uint32) << 16).view(np.float32) for each in (a, b))
             allowed = TOLERANCES["bfloat16"]
@@ -144,25 +158,52 @@ def differing_outputs(one: str, other: str, tolerance: float | None) -> tuple[st
             # In whole numbers: floats don't tell large ones apart. One step of a quantized number may go either way.
             apart = a != b
             steps = max(abs(one - two) for one, two in zip(a[apart].tolist(), b[apart].tolist()))
+            self.steps = max(self.steps, steps)
             if steps > (1 if a.dtype.itemsize == 1 else 0):
-                return f"{which} differs by up to {steps} steps", ""
-            continue
+                self.reason = f"{which} differs by up to {steps} steps"
+            return self.reason is None
         x, y = a.astype(np.float64), b.astype(np.float64)
         rest = np.isfinite(x)
         # Signs of NaN and its other bits mean nothing; those of infinity do.
         if not np.array_equal(rest, np.isfinite(y)) or not np.array_equal(x[~rest], y[~rest], equal_nan=True):
-            return f"{which} has NaN or infinity in other places", ""
+            self.reason = f"{which} has NaN or infinity in other places"
+            return False
         gap = float(np.abs(x[rest] - y[rest]).max(initial=0.0))
-        share = gap / max(float(np.abs(x[rest]).max(initial=0.0)), 1e-30)
-        furthest = max(furthest, share)
+        share = gap / max(float(np.abs(x[rest]).max(initial=0.0)), largest or 0.0, 1e-30)
+        self.share = max(self.share, share)
         if share > (allowed if tolerance is None else tolerance):
-            return f"{which} differs by up to {share:.2g} of its largest number", ""
-    if exact:
-        return None, "the same bit for bit"
-    parts = ["one step"] if steps else []
-    if furthest or not steps:
-        parts.append(f"{furthest:.1g} of the largest number")
-    return None, f"the same within {' and '.join(parts)}"
+            self.reason = f"{which} differs by up to {share:.2g} of its largest number"
+        return self.reason is None
+
+
+def differing_outputs(one: str, other: str, tolerance: float | None) -> tuple[str | None, str]:
+    """Why the outputs in two folders are not the same, or None; and how far they are apart."""
+    names = [sorted(os.listdir(folder)) for folder in (one, other)]
+    if names[0] != names[1]:
+        return f"{len(names[0])} outputs against {len(names[1])}", ""
+    found = Distance()
+    for name in names[0]:
+        a, b = (np.load(os.path.join(folder, name), allow_pickle=False) for folder in (one, other))
+        if not found.add(f"output {name.partition('.')[0]}", a, b, tolerance):
+            return found.reason, ""
+    return None, str(found)
+
+
+def differing_samples(one: Sequence[Facts], other: Sequence[Facts], tolerance: float | None) -> tuple[str | None, str]:
+    """The same of outputs in records, which keep a hash of each and some of its numbers."""
+    if len(one) != len(other):
+        return f"{len(one)} outputs against {len(other)}", ""
+    found = Distance()
+    for number, (a, b) in enumerate(zip(one, other)):
+        which = f"output {number}"
+        if (a["dtype"], a["shape"]) != (b["dtype"], b["shape"]):
+            return f"{which} is {a['dtype']} {a['shape']} against {b['dtype']} {b['shape']}", ""
+        if a["sha256"] == b["sha256"]:
+            continue
+        found.exact = False
+        if not found.add(which, record.sample_of(a), record.sample_of(b), tolerance, a["largest"]):
+            return found.reason, ""
+    return None, str(found) if found.exact else f"{found}, as far as records tell"
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -412,7 +453,7 @@ def pair_of(label: str, a: Subject, b: Subject, *, batch: int | None, threads: i
 # Records
 
 
-def compare_records(a: Facts, b: Facts, allow: frozenset[str] = frozenset()) -> Facts:
+def compare_records(a: Facts, b: Facts, allow: frozenset[str] = frozenset(), tolerance: float | None = None) -> Facts:
     """The verdicts from two records. They were measured at different times, so that a change of the machine in between
     counts as a change of what was measured; only undisturbed processes are used."""
     reasons = record.unlike(a, b, allow)
@@ -428,7 +469,7 @@ def compare_records(a: Facts, b: Facts, allow: frozenset[str] = frozenset()) -> 
             second = found.get(record.key(first))
             if second is None:
                 continue
-            row, quiet = _row(one["name"], first, second)
+            row, quiet = _row(one["name"], first, second, tolerance)
             for metric, (_, number) in METRICS.items():
                 values = tuple([number(each) for each in side] for side in quiet)
                 if all(values):
@@ -459,7 +500,7 @@ def compare_records(a: Facts, b: Facts, allow: frozenset[str] = frozenset()) -> 
     }
 
 
-def _row(name: str, first: Facts, second: Facts) -> tuple[Facts, list[list[Facts]]]:
+def _row(name: str, first: Facts, second: Facts, tolerance: float | None) -> tuple[Facts, list[list[Facts]]]:
     """A configuration that is in both records, and the processes of each side that count."""
     config = Config(*record.key(first))
     quiet = [[each for each in side["processes"] if not each["disturbed"]] for side in (first, second)]
@@ -477,6 +518,13 @@ def _row(name: str, first: Facts, second: Facts) -> tuple[Facts, list[list[Facts
     if failed:
         row["invalid"] += failed
         return row, [[], []]
+    known = [side.get("outputs") for side in (first, second)]
+    if first["inputs_sha256"] != second["inputs_sha256"]:
+        row["outputs"] = "not comparable, since the inputs differ"
+    elif None not in known:
+        reason, row["outputs"] = differing_samples(*known, tolerance)
+        if reason is not None:
+            row["invalid"].append(f"outputs differ: {reason}")
     if row["rounds"] < stats.MIN_ROUNDS:
         row["invalid"].append(
             f"undisturbed processes: {len(quiet[0])} of {len(first['processes'])} and {len(quiet[1])} of "

@@ -7,14 +7,19 @@ under ``summary`` can be computed again from it.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import errno
+import hashlib
 import json
 import os
+import re
 import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from ..errors import FormatError
 
@@ -22,6 +27,8 @@ Facts = dict[str, Any]
 FORMAT = "xnnfast-bench"
 VERSION = 1
 PROFILE = "xnnfast-profile"
+#: So many numbers of each output are kept.
+SAMPLE = 1024
 
 #: What two records must agree in, by the word that ``--allow`` takes.
 LIKENESS = {
@@ -57,6 +64,18 @@ def _number(value: Any) -> bool:
 
 #: More than any time in nanoseconds (30 years) or size in bytes, and what a float holds with ease.
 _MOST = 1e18
+
+
+def _is_output(value: Any) -> bool:
+    if misfit(value, {"dtype": TEXT, "shape": (WHOLE,), "sha256": TEXT, "sample": TEXT, "largest": AMOUNT_OR_NULL}):
+        return False
+    try:
+        sample_of(value)
+    except (ValueError, TypeError):
+        return False
+    return True
+
+
 TEXT = Is("text", lambda value: isinstance(value, str))
 TEXT_OR_NULL = Is("text or null", lambda value: value is None or isinstance(value, str))
 COUNT = Is("a whole number of at least 1", lambda v: isinstance(v, int) and _number(v) and 0 < v < _MOST)
@@ -75,9 +94,13 @@ _PROCESS = {
     "inner": COUNT, "samples": [POSITIVE], "load": {"total": POSITIVE}, "memory": {"process_peak": POSITIVE},
     "disturbed": WORDS,
 }  # fmt: skip
+_OUTPUTS = Is(
+    "outputs as bench writes them",
+    lambda value: isinstance(value, list) and all(map(_is_output, value)),
+)
 _RESULT = {
     "batch": COUNT_OR_NULL, "threads": COUNT, "workers": COUNT, "shapes": LIST_OR_NULL, "inputs_sha256": TEXT_OR_NULL,
-    "error": TEXT_OR_NULL, "processes": (_PROCESS,),
+    "error": TEXT_OR_NULL, "processes": (_PROCESS,), "outputs": _OUTPUTS,
 }  # fmt: skip
 _MODEL = {
     "name": TEXT, "sha256": TEXT, "datatypes": (TEXT,), "kind": TEXT, "method": TEXT_OR_NULL, "results": [_RESULT],
@@ -116,10 +139,10 @@ def misfit(value: Any, form: Any, where: str = "") -> str | None:
     if isinstance(form, dict):
         if not isinstance(value, dict):
             return f"need an object in {where}, found {_brief(value)}"
-        missing = [key for key in form if key not in value]
+        missing = [key for key, each in form.items() if key not in value and each is not _OUTPUTS]
         if missing:
             return f"need {', '.join(missing)} in {where or 'it'}, found {', '.join(map(str, value)) or 'nothing'}"
-        parts = ((f"{where}.{key}" if where else key, value[key], each) for key, each in form.items())
+        parts = ((f"{where}.{key}" if where else key, value[key], each) for key, each in form.items() if key in value)
     else:
         if not isinstance(value, list) or (isinstance(form, list) and not value):
             return f"need a list{' with something in it' if isinstance(form, list) else ''} in {where}, " + (
@@ -127,6 +150,31 @@ def misfit(value: Any, form: Any, where: str = "") -> str | None:
             )
         parts = ((f"{where}[{place}]", each, form[0]) for place, each in enumerate(value))
     return next(filter(None, (misfit(each, inner, name) for name, each, inner in parts)), None)
+
+
+def output(array: np.ndarray[Any, Any]) -> Facts:
+    """What a record keeps of an output: its hash, and some of its numbers for when that is another."""
+    flat = np.ascontiguousarray(array).reshape(-1)
+    picked = flat[np.linspace(0, flat.size - 1, min(flat.size, SAMPLE)).astype(np.intp)]
+    largest = None
+    if array.dtype.kind == "f":
+        finite = np.abs(flat[np.isfinite(flat)].astype(np.float64))
+        largest = min(float(finite.max(initial=0.0)), _MOST / 2)
+    return {
+        "dtype": array.dtype.str,
+        "shape": list(array.shape),
+        "sha256": hashlib.sha256(flat.view(np.uint8).data if flat.size else b"").hexdigest(),
+        "sample": base64.b64encode(picked.tobytes()).decode("ascii"),
+        "largest": largest,
+    }
+
+
+def sample_of(facts: Mapping[str, Any]) -> np.ndarray[Any, Any]:
+    """The numbers of an output that a record keeps."""
+    # V2 is bfloat16, as NumPy writes it.
+    if not re.fullmatch(r"[<>|=]?(?:b1|[iu][1248]|f[248]|V2)", facts["dtype"]):
+        raise ValueError(f"need a dtype of numbers, found {facts['dtype']!r}")
+    return np.frombuffer(base64.b64decode(facts["sample"], validate=True), facts["dtype"])
 
 
 def _brief(value: Any) -> str:

@@ -235,7 +235,7 @@ def compare(
         raise CommandError("need two records or two models, got one of each")
     facts: dict[str, Any]
     if not models and record.is_record(a):
-        facts = comparing.compare_records(record.load(a), record.load(b), words)
+        facts = comparing.compare_records(record.load(a), record.load(b), words, tolerance)
     else:
         progress = _Progress(quiet)
         try:
