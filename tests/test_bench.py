@@ -288,6 +288,15 @@ def test_an_interrupt_ends_the_worker(tmp_path, monkeypatch):
     assert made.process.poll() == -signal.SIGKILL
 
 
+def test_being_ended_leaves_nothing_behind(tmp_path):
+    with pytest.raises(SystemExit) as caught, measure.workplace() as folder:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10)
+    assert caught.value.code == 128 + signal.SIGTERM
+    assert not Path(folder).exists()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
 def test_a_worker_ends_with_the_process_that_asked(tmp_path):
     path = mlp(tmp_path / "a.xnn")
     job = {"model": str(path), "kind": "graph", "inputs": [str(tmp_path / "x.npy")], "seconds": 500.0, "most": 10**6}

@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -394,8 +395,21 @@ def check_cpus(cpus: Sequence[int] | None) -> None:
 
 @contextlib.contextmanager
 def workplace() -> Iterator[str]:
-    with tempfile.TemporaryDirectory(prefix="xnnfast-bench-") as folder:
+    with _ended_in_order(), tempfile.TemporaryDirectory(prefix="xnnfast-bench-") as folder:
         yield folder
+
+
+@contextlib.contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """SIGTERM, as time limits send it, leaves neither files nor workers behind."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def bench(
