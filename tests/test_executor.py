@@ -274,10 +274,17 @@ def test_wrong_arrays_are_refused_before_anything_runs():
         np.testing.assert_array_equal(executor.run(x, x)[0], x + x)
 
 
-@pytest.mark.parametrize("arguments", [{"workers": 0}, {"threads": 0}, {"micro_batch": 0}, {"workers": 1.5}])
+@pytest.mark.parametrize("arguments", [
+    {"workers": 0}, {"threads": 0}, {"micro_batch": 0}, {"workers": 1.5}, {"workers": 1 << 40}, {"threads": 5000}])
 def test_wrong_numbers_are_refused(arguments):
     with pytest.raises(ArgumentError, match=next(iter(arguments))):
         Executor(dense_graph(), **arguments)
+
+
+@pytest.mark.parametrize("batched", [[1], [-1], "x", [0.5]])
+def test_positions_of_inputs_are_checked(batched):
+    with pytest.raises(ArgumentError, match="need positions of inputs from 0 to 0, found"):
+        Executor(dense_graph(), batched=batched)
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -427,8 +434,48 @@ def test_map_tells_which_batch_was_wrong():
         with pytest.raises(ShapeError) as caught:
             list(results)
         assert caught.value.item == 2
-        with pytest.raises(ArgumentError, match="prefetch"):
-            executor.map([], prefetch=0)
+        for prefetch in (0, "1", 1.5):
+            with pytest.raises(ArgumentError, match="prefetch"):
+                executor.map([], prefetch=prefetch)
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_map_gives_what_was_submitted_before_what_is_wrong(ordered):
+    def raises():
+        yield numbers(2, 12)
+        yield numbers(3, 12)
+        raise KeyError("gone")
+
+    with Executor(dense_graph(), workers=2) as executor:
+        for batches, error in (([numbers(2, 12), numbers(3, 12), numbers(2, 13)], ShapeError), (raises(), KeyError)):
+            found = []
+            with pytest.raises(error):
+                for item in executor.map(batches, ordered=ordered, prefetch=4):
+                    (result,) = item if ordered else item[1]
+                    found.append(len(result))
+            assert sorted(found) == [2, 3]
+
+
+def test_batches_that_run_together_fail_each_by_itself(monkeypatch):
+    with Executor(dense_graph(), workers=2, micro_batch=64) as executor:
+        plain, together, held = executor._process, [], threading.Event()
+
+        def process(requests):
+            held.wait(10)
+            together.append(len(requests))
+            if any(np.isnan(request.inputs[0]).any() for request in requests):
+                raise LimitError("no")
+            plain(requests)
+
+        monkeypatch.setattr(executor, "_process", process)
+        good, bad = numbers(2, 12), np.full((2, 12), np.nan, np.float32)
+        results = executor.map([good, good, bad, good], ordered=False, prefetch=4)
+        threading.Timer(0.2, held.set).start()
+        found = [next(results)[0], next(results)[0]]
+        with pytest.raises(LimitError) as caught:
+            found.append(next(results)[0])
+        assert found == [0, 1] and caught.value.item == 2
+        assert max(together) > 1
 
 
 def test_submit_gives_futures():
@@ -515,6 +562,61 @@ def test_a_closed_executor_refuses_and_answers_what_waits():
                  lambda: executor.map([]), executor.trim):
         with pytest.raises(ClosedError):
             call()
+
+
+class Closing:
+    """An input that closes the executor while it is made an array."""
+
+    def __init__(self, executor):
+        self.executor = executor
+
+    def __array__(self, dtype=None, copy=None):
+        self.executor.close()
+        return numbers(3, 12)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_what_comes_while_an_executor_is_closed_is_refused(begun):
+    executor = Executor(dense_graph(), workers=2)
+    if begun:
+        executor.submit(numbers(1, 12)).result(10)
+    before = threading.active_count()
+    with pytest.raises(ClosedError, match="this executor was closed"):
+        executor.submit(Closing(executor)).result(10)
+    assert threading.active_count() <= before
+    executor = Executor(dense_graph(), workers=2)
+    with pytest.raises(ClosedError, match="this executor was closed"):
+        executor.run(Closing(executor))
+
+
+def test_what_was_submitted_keeps_the_executor():
+    executor = Executor(dense_graph(), workers=2)
+    gone = weakref.ref(executor)
+    with executor._lock:
+        futures = [executor.submit(numbers(count, 12)) for count in (3, 4)]
+        lock = executor._lock
+        del executor
+        gc.collect()
+        assert gone() is not None and lock.locked()
+    assert [len(future.result(10)[0]) for future in futures] == [3, 4]
+    for _ in range(100):
+        gc.collect()
+        if gone() is None:
+            break
+        time.sleep(0.02)
+    assert gone() is None
+
+
+def test_a_thread_that_can_not_start_is_an_error_and_no_trap(monkeypatch):
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    with Executor(dense_graph(), workers=1) as executor:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start)
+            with pytest.raises(LimitError, match="need a thread for what is submitted"):
+                executor.submit(numbers(1, 12))
+        assert executor.submit(numbers(1, 12)).result(10)[0].shape == (1, 5)
 
 
 def test_a_dropped_executor_goes_with_its_threads():

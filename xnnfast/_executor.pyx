@@ -25,7 +25,7 @@ import numpy as np
 
 from . import shapes as _shapes
 from ._runtime import broadcast_pattern
-from .errors import BusyError, ClosedError, xnnpack_error
+from .errors import BusyError, ClosedError, LimitError, xnnpack_error
 
 cnp.import_array()
 
@@ -126,8 +126,8 @@ cdef extern from *:
       free(team);
     }
 
-    /* Members are numbered from 1: 0 is the thread that calls. cpus is NULL or one CPU for each. */
-    static xf_team* xf_team_start(int count, const int* cpus, xf_work work, void* context) {
+    /* Members are numbered from 1: 0 is the thread that calls. They take turns in taking one of the cpus, if any. */
+    static xf_team* xf_team_start(int count, const int* cpus, int places, xf_work work, void* context) {
       xf_team* team = (xf_team*) calloc(1, sizeof(xf_team));
       sigset_t all, before;
       if (team == NULL) return NULL;
@@ -148,10 +148,10 @@ cdef extern from *:
         team->members[i].number = i + 1;
         if (pthread_create(&team->threads[i], NULL, xf_member_main, &team->members[i]) != 0) break;
         #ifdef __linux__
-        if (cpus != NULL) {
+        if (places > 0) {
           cpu_set_t set;
           CPU_ZERO(&set);
-          CPU_SET(cpus[i], &set);
+          CPU_SET(cpus[i % places], &set);
           pthread_setaffinity_np(team->threads[i], sizeof(set), &set);
         }
         #endif
@@ -194,7 +194,7 @@ cdef extern from *:
     size_t xf_next(size_t* counter) nogil
     void xf_no_more(size_t* counter) nogil
     bint xf_first_error(int* status, int mine) nogil
-    xf_team* xf_team_start(int count, const int* cpus, xf_work work, void* context) nogil
+    xf_team* xf_team_start(int count, const int* cpus, int places, xf_work work, void* context) nogil
     void xf_team_stop(xf_team* team) nogil
     void xf_team_open(xf_team* team, int wanted) nogil
     void xf_team_close(xf_team* team) nogil
@@ -627,7 +627,7 @@ cdef class Crew:
         cdef bint more = True
         cdef xnn_status result
         if self.closed:
-            raise ClosedError("the crew was dismissed")
+            raise ClosedError("this executor was closed")
         if self.busy:
             raise BusyError("the crew is at work")
         if stop <= start:
@@ -731,16 +731,15 @@ cdef class Crew:
 
     cdef int muster(self) except -1:
         cdef int cpus[1024]
-        cdef int i
-        cdef const int* places = NULL
+        cdef int i, places = 0
         if self.cpus is not None:
-            for i in range(min(self.workers - 1, 1024)):
-                cpus[i] = self.cpus[i % len(self.cpus)]
-            places = cpus
+            places = min(len(self.cpus), 1024)
+            for i in range(places):
+                cpus[i] = self.cpus[i]
         with nogil:
-            self.team = xf_team_start(self.workers - 1, places, member_main, &self.job)
+            self.team = xf_team_start(self.workers - 1, cpus, places, member_main, &self.job)
         if self.team == NULL:
-            raise MemoryError(f"can't start {self.workers - 1} threads")
+            raise LimitError(f"workers={self.workers}: the system does not permit {self.workers - 1} more threads")
         return 0
 
     cdef list describe(self, list requests, tuple variant):

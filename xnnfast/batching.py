@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import shapes as _shapes
@@ -323,8 +324,8 @@ def _seeds(lowered: Lowered, inputs: Sequence[int] | None, batch: int | None) ->
     shapes = [value.shape for value in lowered.graph.inputs]
     given = range(len(shapes)) if inputs is None else tuple(inputs)
     for position in given if inputs is not None else ():
-        if not 0 <= position < len(shapes):
-            raise ArgumentError(f"need positions of inputs from 0 to {len(shapes) - 1}, found {position}")
+        if not isinstance(position, Integral) or not 0 <= position < len(shapes):
+            raise ArgumentError(f"need positions of inputs from 0 to {len(shapes) - 1}, found {position!r}")
         if not shapes[position]:
             raise GraphError(f"input {position} is a scalar and has no axis for the batch")
     if batch is not None and batch < 1:

@@ -7,6 +7,7 @@ in ``_executor``; here is what happens once per call: arrays are checked, the si
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import os
 import queue
@@ -25,7 +26,16 @@ from ._executor import Crew, is_ready
 from ._graph import Graph, Value
 from ._runtime import empty
 from .batching import Layout
-from .errors import ArgumentError, ClosedError, DtypeError, OverlapError, ShapeError, UnsupportedError, XnnfastError
+from .errors import (
+    ArgumentError,
+    ClosedError,
+    DtypeError,
+    LimitError,
+    OverlapError,
+    ShapeError,
+    UnsupportedError,
+    XnnfastError,
+)
 from .limits import allowed_cpus
 from .lower import lower_batches
 from .ops._rules import text
@@ -40,6 +50,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Executor", "Plan"]
 
+#: More threads than any machine has CPUs are a mistake that takes the system's threads from everybody else.
+MAX_THREADS = 4096
 #: Largest piece that is tried.
 MAX_MICRO_BATCH = 1024
 #: Below this much work, in seconds, waking other threads costs more than they can do.
@@ -87,7 +99,7 @@ class Plan:
     def __str__(self) -> str:
         lines = [f"{self.workers} worker{'s' * (self.workers != 1)}: {self.reason}",
                  f"{self.micro_batch} sample{'s' * (self.micro_batch != 1)} per piece: {self.source}"]
-        lines += [f"  {size:5d} per piece: {each:.1f} us per sample" for size, each in sorted(self.timings.items())]
+        lines += [f"  {size:5d} per piece: {each:.3g} us per sample" for size, each in sorted(self.timings.items())]
         return "\n".join(lines)
 
 
@@ -125,6 +137,8 @@ class _Tuner:
 
 @dataclass
 class _Request:
+    #: What is submitted keeps its executor until it is answered.
+    owner: Executor
     inputs: Arrays
     outputs: Arrays
     rows: int
@@ -196,6 +210,8 @@ class Executor:
         for name, number in (("workers", workers), ("threads", threads), ("micro_batch", micro_batch)):
             if number is not None and (not isinstance(number, (int, np.integer)) or number < 1):
                 raise ArgumentError(f"need {name} of at least 1, got {number!r}")
+            if number is not None and number > MAX_THREADS and name != "micro_batch":
+                raise ArgumentError(f"need {name} from 1 to {MAX_THREADS}, got {number}")
         graph, self._watched, self._program = _opened(source, weights_cache)
         self.precision = precision
         self.accuracy: Accuracy | None = None
@@ -240,6 +256,8 @@ class Executor:
     def _start(self) -> None:
         """What belongs to this process: made anew in a forked child."""
         self._lock = threading.Lock()
+        # Held where a request is put in the queue, and where the queue's end is: nothing comes behind the end.
+        self._gate = threading.Lock()
         self._pending: set[Future[Arrays]] = set()
         self._queue: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
         self._dispatcher: threading.Thread | None = None
@@ -263,7 +281,9 @@ class Executor:
         if self._closed:
             raise ClosedError("this executor was closed")
         if self._crew.stale:
-            self._start()
+            with _starting:
+                if self._crew.stale:
+                    self._start()
         return self._crew
 
     # ---- running
@@ -400,7 +420,8 @@ class Executor:
             known = self._run.caches.setdefault("micro_batch", {}).get(self._key(variant))
             tuner = _Tuner(dict(known.timings), known.complete, "cache") if known is not None else _Tuner()
             if len(self._tuners) >= 64:
-                self._tuners.pop(next(iter(self._tuners)))
+                # Several threads may come here at once.
+                self._tuners.pop(list(self._tuners)[0], None)  # noqa: RUF015
             self._tuners[variant] = tuner
         return tuner
 
@@ -496,7 +517,7 @@ class Executor:
                 inputs[position] = held
                 self.staged += 1
         outputs = crew.new_outputs(key, rows) if out is None else self._checked_out(crew, out, key, rows, inputs)
-        return _Request(tuple(inputs), outputs, rows, key, index=index)
+        return _Request(self, tuple(inputs), outputs, rows, key, index=index)
 
     def _array(self, position: int, given: Any, want: np.dtype[Any]) -> Array:
         """The input as an array of the right dtype and rank, in whatever layout; never a change of value."""
@@ -575,16 +596,21 @@ class Executor:
         request = self._request(crew, arrays, out, index)
         future: Future[Arrays] = Future()
         request.future = future
-        self._pending.add(future)
-        future.add_done_callback(self._pending.discard)
-        if self._dispatcher is None:
-            with self._lock:
-                if self._dispatcher is None:
-                    # A daemon, and with no reference to the executor while it waits: neither keeps the other.
-                    self._dispatcher = threading.Thread(target=_dispatch, args=(self._queue, weakref.ref(self)),
-                                                        name="xnnfast-executor", daemon=True)
-                    self._dispatcher.start()
-        self._queue.put(request)
+        with self._gate:
+            if self._closed:
+                raise ClosedError("this executor was closed")
+            if self._dispatcher is None:
+                # A daemon, and with no reference to the executor while it waits: neither keeps the other.
+                dispatcher = threading.Thread(target=_dispatch, args=(self._queue,), name="xnnfast-executor",
+                                              daemon=True)
+                try:
+                    dispatcher.start()
+                except RuntimeError as error:
+                    raise LimitError(f"need a thread for what is submitted: {error}") from error
+                self._dispatcher = dispatcher
+            self._pending.add(future)
+            future.add_done_callback(self._pending.discard)
+            self._queue.put(request)
         return future
 
     def _serve(self, first: _Request) -> _Request | None:
@@ -607,32 +633,35 @@ class Executor:
             following = None
         requests = [request for request in together
                     if request.future is not None and request.future.set_running_or_notify_cancel()]
-        try:
-            if requests:
-                with self._lock:
-                    self._process(requests)
-        except BaseException as error:
-            self._fail(requests, error)
-        else:
-            for request in requests:
-                request.future.set_result(request.outputs[: len(self.outputs)])  # type: ignore[union-attr]
+        if requests:
+            self._answer(requests)
         return following
+
+    def _answer(self, requests: list[_Request]) -> None:
+        """Run requests together; where that fails, each by itself, so that none fails for another's sake."""
+        failure: BaseException | None = None
+        try:
+            with self._lock:
+                self._process(requests)
+        except BaseException as error:
+            failure = error
+        if failure is not None and len(requests) > 1:
+            for request in requests:
+                self._answer([request])
+            return
+        for request in requests:
+            assert request.future is not None
+            if failure is None:
+                request.future.set_result(request.outputs[: len(self.outputs)])
+                continue
+            if isinstance(failure, XnnfastError):
+                failure.item = request.index  # type: ignore[attr-defined]
+            request.future.set_exception(failure)
 
     def _joins(self, first: _Request, other: _Request) -> bool:
         """Whether two requests can run together: shapes agree, and what all samples share is the same array."""
         return first.variant == other.variant and all(
             one is two for one, two, layout in zip(first.inputs, other.inputs, self._crew.layouts) if layout is None)
-
-    def _fail(self, requests: list[_Request], error: BaseException) -> None:
-        """Every request that ran together learns of the failure; the sample counts within the request that had it."""
-        sample = getattr(error, "sample", None)
-        for request in requests:
-            if isinstance(error, XnnfastError):
-                if sample is not None:
-                    error.sample = sample  # type: ignore[attr-defined]
-                    sample = sample - request.rows if sample >= request.rows else None
-                error.item = request.index  # type: ignore[attr-defined]
-            request.future.set_exception(error)  # type: ignore[union-attr]
 
     def map(self, iterable: Iterable[Any], *, ordered: bool = True, prefetch: int | None = None) -> Iterator[Any]:
         """Results of a stream of batches, in a bounded amount of memory.
@@ -658,14 +687,15 @@ class Executor:
         ArgumentError
             ``prefetch`` is not positive.
         XnnfastError
-            What :meth:`run` raises for a batch, when its turn comes; ``error.item`` is the batch's position.
+            What :meth:`run` raises for a batch, when its turn comes, after the results of the batches before it;
+            ``error.item`` is the batch's position.
         """
-        if prefetch is not None and prefetch < 1:
-            raise ArgumentError(f"need prefetch of at least 1, got {prefetch}")
+        if prefetch is not None and (not isinstance(prefetch, (int, np.integer)) or prefetch < 1):
+            raise ArgumentError(f"need prefetch of at least 1, got {prefetch!r}")
         self._alive()
-        return self._map(iterable, ordered, prefetch)
+        return self._map(iter(iterable), ordered, prefetch)
 
-    def _map(self, iterable: Iterable[Any], ordered: bool, prefetch: int | None) -> Iterator[Any]:
+    def _map(self, batches: Iterator[Any], ordered: bool, prefetch: int | None) -> Iterator[Any]:
         waiting: deque[tuple[int, Future[Arrays], int]] = deque()
         finished: queue.SimpleQueue[tuple[int, Future[Arrays]]] = queue.SimpleQueue()
         unfinished: dict[int, Future[Arrays]] = {}
@@ -689,14 +719,24 @@ class Executor:
             return position, future.result()
 
         sizes: dict[int, int] = {}
+        failure: Exception | None = None
         try:
-            for position, item in enumerate(iterable):
+            for position in itertools.count():
+                try:
+                    item = next(batches)
+                except StopIteration:
+                    break
+                except Exception as error:
+                    failure = error
+                    break
                 arrays = item if isinstance(item, (tuple, list)) else (item,)
                 try:
                     future = self._submit(tuple(arrays), position)
-                except XnnfastError as error:
-                    error.item = position  # type: ignore[attr-defined]
-                    raise
+                except Exception as error:
+                    if isinstance(error, XnnfastError):
+                        error.item = position  # type: ignore[attr-defined]
+                    failure = error
+                    break
                 size = max((len(array) for array in arrays if hasattr(array, "__len__") and np.ndim(array)), default=1)
                 rows += size
                 if ordered:
@@ -709,6 +749,8 @@ class Executor:
                     yield next_result()
             while waiting or unfinished:
                 yield next_result()
+            if failure is not None:
+                raise failure
         finally:
             for _, future, _ in waiting:
                 future.cancel()
@@ -753,13 +795,18 @@ class Executor:
         """Answer what was submitted, stop the threads, free everything; later calls raise ClosedError."""
         if self._closed:
             return
-        self._closed = True
         if self._crew.stale:
+            self._closed = True
             return
-        if self._dispatcher is not None:
-            self._queue.put(None)
-            if self._dispatcher is not threading.current_thread():
-                self._dispatcher.join()
+        with self._gate:
+            if self._closed:
+                return
+            self._closed = True
+            dispatcher = self._dispatcher
+            if dispatcher is not None:
+                self._queue.put(None)
+        if dispatcher is not None and dispatcher is not threading.current_thread():
+            dispatcher.join()
         with self._lock:
             self._crew.close()
 
@@ -841,7 +888,7 @@ def _put(finished: queue.SimpleQueue[tuple[int, Future[Arrays]]], position: int,
     finished.put((position, future))
 
 
-def _dispatch(requests: queue.SimpleQueue[_Request | None], executor: weakref.ref[Executor]) -> None:
+def _dispatch(requests: queue.SimpleQueue[_Request | None]) -> None:
     """Main loop of the thread behind submit."""
     request: _Request | None = None
     while True:
@@ -849,22 +896,19 @@ def _dispatch(requests: queue.SimpleQueue[_Request | None], executor: weakref.re
             request = requests.get()
         if request is None:
             return
-        owner = executor()
-        if owner is None:
-            if request.future is not None and request.future.set_running_or_notify_cancel():
-                request.future.set_exception(ClosedError("the executor is gone"))
-            request = None
-            continue
-        request = owner._serve(request)
-        del owner
+        request = request.owner._serve(request)
 
 
 #: Executors of this process, for its forked children.
 _living: weakref.WeakSet[Executor] = weakref.WeakSet()
+#: Held while an executor starts anew in a forked child.
+_starting = threading.Lock()
 
 
 def _after_fork() -> None:
     """In a child: whoever waits for a future of the parent would wait for ever."""
+    global _starting
+    _starting = threading.Lock()
     for executor in list(_living):
         for future in list(executor._pending):
             if not future.done():
