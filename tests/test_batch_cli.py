@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +20,9 @@ pytest.importorskip("typer", reason="the command needs the extra cli")
 from xnnfast import batch_io, reference
 from xnnfast.builder import GraphBuilder
 from xnnfast.cli import main
+from xnnfast.cli.batch import _Job
 from xnnfast.errors import ArgumentError, FormatError
+from xnnfast.executor import Executor
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
@@ -224,6 +227,16 @@ def test_several_outputs(folder, words, files):
     (("dense.xnn", "wide.npy", "-o", "o.npy"), "node 0 (fully_connected)"),
     (("dense.xnn", "flat.npy", "-o", "o.npy"), "need rank 2"),
     (("dense.xnn", "x.npy", "-o", "o.npy", "--resume", "--restart"), "exclude each other"),
+    (("dense.xnn", "x.npy", "-o", "folder.npy"), "folder.npy is there and is no regular file"),
+    (("dense.xnn", "x.npy", "-o", ""), "need a name that ends in .npy"),
+    (("two.xnn", "x.npy", "y.npy", "-o", "", "-o", "o.npy"), "need a name that ends in .npy"),
+    (("model.bin", "x.npy", "-o", "model.bin"), "model.bin is the model"),
+    (("dense.xnn", "pipe.raw", "-o", "o.npy"), "pipe.raw: need a regular file"),
+    (("dense.xnn", "model.bin:V0", "-o", "o.npy"), "model.bin: need a numeric dtype"),
+    (("dense.xnn", "model.bin:S4", "-o", "o.npy"), "model.bin: need a numeric dtype"),
+    (("dense.xnn", f"model.bin:uint8:{'1x' * 70}1", "-o", "o.npy"), "model.bin: need 16 dims or fewer, got 71"),
+    (("dense.xnn", "deep.safetensors", "-o", "o.npy"), "deep.safetensors: need a header in JSON"),
+    (("x.npy", "x.npy", "-o", "o.npy"), "x.npy: no identifier"),
 ])
 def test_what_does_not_fit_is_refused_and_leaves_nothing(folder, words, error):
     np.save(folder / "short.npy", numbers(3, 6))
@@ -231,6 +244,10 @@ def test_what_does_not_fit_is_refused_and_leaves_nothing(folder, words, error):
     np.save(folder / "flat.npy", numbers(6))
     np.save(folder / "double.npy", numbers(3, 6).astype(float))
     np.save(folder / "bytes.npy", np.zeros((3, 6), np.uint8))
+    (folder / "folder.npy").mkdir()
+    os.mkfifo(folder / "pipe.raw")
+    (folder / "model.bin").write_bytes((folder / "dense.xnn").read_bytes())
+    (folder / "deep.safetensors").write_bytes((100000).to_bytes(8, "little") + b"[" * 100000)
     before = sorted(path.name for path in folder.iterdir())
     assert error in batch(folder, *words, status=2)
     assert sorted(path.name for path in folder.iterdir()) == before
@@ -285,6 +302,21 @@ def test_a_finished_file_is_replaced(folder):
     (folder / "out.npy").write_bytes(b"old")
     batch(folder, "dense.xnn", "x.npy", "-o", "out.npy")
     assert np.load(folder / "out.npy").shape == (100, 4)
+
+
+def test_names_may_hold_blanks_colons_and_letters_of_all_kinds(folder):
+    (folder / "x.npy").rename(folder / "a:b c \u00e9.npy")
+    assert batch(folder, "dense.xnn", "a:b c \u00e9.npy", "-o", "\u00f6 1:2.npy")["samples"] == 100
+    np.testing.assert_allclose(np.load(folder / "\u00f6 1:2.npy"), expected(numbers(100, 6)), 1e-4, 1e-6)
+
+
+@pytest.mark.parametrize("closed", [1, 2])
+def test_closed_streams_are_no_fault(folder, closed):
+    words = ("dense.xnn", "x.npy" if closed == 1 else "none.npy", "-o", "out.npy")
+    process = subprocess.run(arguments(*words), cwd=folder, env=ENVIRONMENT, text=True, check=False,
+                             preexec_fn=lambda: os.close(closed), capture_output=True)
+    assert (process.returncode, process.stdout, process.stderr) == (0 if closed == 1 else 2, "", "")
+    assert (folder / "out.npy").exists() == (closed == 1)
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -360,8 +392,45 @@ def test_what_was_done_is_neither_forgotten_nor_mixed_up_silently(slow):
     x = np.load(slow / "x.npy")
     np.save(slow / "x.npy", x[:300])
     assert "had other inputs" in batch(slow, *words, "--resume", status=2)
+    assert "had other dialect" in batch(slow, *words, "--resume", "--dialect", "xn01", status=2)
     summary = batch(slow, *words, "--restart")
     assert summary["resumed"] == 0 and summary["samples"] == 300
+
+
+def begun(journal, folder, words, done):
+    """Leave what a killed run leaves."""
+    model, *inputs = words[: words.index("-o")]
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        with Executor(model) as executor:
+            job = _Job(Path(model), executor, inputs, words[words.index("-o") + 1 :], None, None, None)
+            job.open(journal, False, False)
+            journal.add(0, done)
+    finally:
+        os.chdir(before)
+
+
+def test_the_same_bytes_read_otherwise_are_other_inputs(slow):
+    np.load(slow / "x.npy").tofile(slow / "x.raw")
+    words = ["slow.xnn", "x.raw", "-o", "out.npy"]
+    with batch_io.Journal(slow / ".out.npy.journal") as made:
+        begun(made, slow, words, 32)
+    words[1] = "x.raw:>f4:48x48x4"
+    assert "had other inputs" in batch(slow, *words, "--resume", status=2)
+
+
+def test_two_runs_that_share_an_output_do_not_mix(folder):
+    done = batch_io.Target(folder / "b.npy", ["b"], [batch_io.Spec("fp32", np.dtype(np.float32), (3,))],
+                           batch_io.journal_path(folder / "a.npy"))
+    other = batch_io.Target(folder / "b.npy", ["b"], [batch_io.Spec("fp32", np.dtype(np.float32), (3,))],
+                            batch_io.journal_path(folder / "b.npy"))
+    done.reserve()
+    other.reserve()
+    other.arrays()[0][:] = 7
+    other.finish()
+    assert done.is_reserved and not done.arrays()[0].any()
+    assert np.load(folder / "b.npy").tolist() == [7, 7, 7]
 
 
 def test_nothing_done_leaves_nothing(slow):
@@ -459,6 +528,48 @@ def test_a_journal_cut_off_in_a_line_is_read_up_to_it(tmp_path):
     with batch_io.Journal(path) as read:
         read.open()
         assert read.done == [(0, 2), (7, 9)]
+
+
+def test_a_damaged_journal_claims_nothing(tmp_path):
+    path = tmp_path / "j"
+    with batch_io.Journal(path) as made:
+        made.open()
+        made.begin({"rows": 10})
+        made.add(0, 2)
+        made.add(2, 4)
+    good = path.read_bytes()
+    for place in range(len(good)):
+        path.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
+        with batch_io.Journal(path) as read:
+            try:
+                assert read.open() == {"rows": 10}
+            except FormatError as error:
+                assert "--restart forgets it" in str(error)
+            assert set(read.done) <= {(0, 2), (2, 4), (0, 4)}
+    for words in (b"5\n", b"[]\n", b'{"version":1,"boot":"a","run":{}}\n', b"[" * 100000 + b"\n", b"\xff\n"):
+        path.write_bytes(words)
+        with batch_io.Journal(path) as read, pytest.raises(FormatError, match="--restart forgets it"):
+            read.open()
+        with batch_io.Journal(path) as read:
+            assert read.open(forget=True) is None
+
+
+def test_a_journal_that_its_owner_removed_is_not_taken_for_the_new_one(tmp_path, monkeypatch):
+    path = tmp_path / "j"
+    path.write_bytes(b"")
+    plain = batch_io.Journal._lock
+
+    def lock(journal):
+        # Between opening and locking, the other run comes to its end.
+        monkeypatch.setattr(batch_io.Journal, "_lock", plain)
+        path.unlink()
+        plain(journal)
+
+    monkeypatch.setattr(batch_io.Journal, "_lock", lock)
+    with batch_io.Journal(path) as made:
+        assert made.open() is None
+        made.begin({"rows": 10})
+        assert path.read_bytes().count(b"\n") == 1
 
 
 @pytest.mark.parametrize("content", [

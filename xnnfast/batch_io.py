@@ -20,10 +20,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import math
 import os
 import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -48,6 +50,9 @@ TABLES = (".arrow", ".feather", ".parquet")
 ENDINGS = ".npy, .npz, .safetensors, .raw, .bin, .arrow, .feather or .parquet"
 #: A header longer than this is not one (the safetensors library has the same limit).
 MAX_HEADER = 100_000_000
+
+#: Of a sample; more than any graph has, fewer than any NumPy takes.
+MAX_DIMS = 16
 
 #: Names of dtypes in safetensors files.
 SAFETENSORS: dict[str, np.dtype[Any]] = {
@@ -74,6 +79,9 @@ class Source(Protocol):
     """An array in a file."""
 
     #: File, and which array in it.
+    path: str
+    key: str
+    #: Both, for messages.
     where: str
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -85,8 +93,9 @@ class Source(Protocol):
 class _Mapped:
     """An array that is there as a whole, mapped or in memory."""
 
-    def __init__(self, where: str, array: Array) -> None:
-        self.where = where
+    def __init__(self, path: str, key: str, array: Array) -> None:
+        self.path, self.key = path, key
+        self.where = f"{path}:{key}" if key else path
         self.dtype = array.dtype
         self.shape = array.shape
         self.array = array
@@ -149,11 +158,13 @@ def _open(word: str, spec: Spec) -> dict[str, Source]:
         key = f"{last}:{key}" if key else last
     if not os.path.exists(path):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), word)
+    if not os.path.isfile(path):
+        raise ArgumentError(f"{path}: need a regular file, which can be mapped")
     suffix = Path(path).suffix.lower()
     if suffix in RAW:
         return {"": _open_raw(path, key, spec)}
     if suffix == ".npy":
-        arrays: dict[str, Source] = {"": _Mapped(path, _open_npy(path, spec))}
+        arrays: dict[str, Source] = {"": _Mapped(path, "", _open_npy(path, spec))}
     elif suffix == ".npz":
         arrays = _open_npz(path, spec)
     elif suffix == ".safetensors":
@@ -192,14 +203,16 @@ def _open_raw(path: str, key: str, spec: Spec) -> Source:
         sample = tuple(int(dim) for dim in dims.split("x")) if dims else spec.shape[1:]
     except (TypeError, ValueError) as error:
         raise ArgumentError(f"{path}: need DTYPE or DTYPE:2x3x4 after the name, got {key!r}") from error
-    if dtype.hasobject or any(dim < 1 for dim in sample):
+    if dtype.kind not in "biufcV" or not dtype.itemsize or any(dim < 1 for dim in sample):
         raise ArgumentError(f"{path}: need a numeric dtype and dims of at least 1, got {key!r}")
+    if len(sample) > MAX_DIMS:
+        raise ArgumentError(f"{path}: need {MAX_DIMS} dims or fewer, got {len(sample)}")
     size, each = os.path.getsize(path), dtype.itemsize * math.prod(sample)
     if size % each:
         raise FormatError(f"{path}: need a multiple of {each} bytes for {dtype} {_text(sample)}, found {size}")
     shape = (size // each, *sample)
     # An empty file can't be mapped.
-    return _Mapped(path, np.memmap(path, dtype, "r", shape=shape) if size else np.empty(shape, dtype))
+    return _Mapped(path, "", np.memmap(path, dtype, "r", shape=shape) if size else np.empty(shape, dtype))
 
 
 def _open_npz(path: str, spec: Spec) -> dict[str, Source]:
@@ -210,7 +223,7 @@ def _open_npz(path: str, spec: Spec) -> dict[str, Source]:
                 if not member.filename.endswith(".npy"):
                     continue
                 key = member.filename.removesuffix(".npy")
-                arrays[key] = _Mapped(f"{path}:{key}", _bf16(_member(path, archive, member), spec))
+                arrays[key] = _Mapped(path, key, _bf16(_member(path, archive, member), spec))
     except (zipfile.BadZipFile, ValueError, EOFError) as error:
         raise FormatError(f"{path}: need a whole .npz file: {error}") from error
     return arrays
@@ -249,7 +262,7 @@ def _open_safetensors(path: str) -> dict[str, Source]:
             raise FormatError(f"{path}: need a header within {size} bytes, found a length of {length}")
         try:
             header = json.loads(file.read(length))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise FormatError(f"{path}: need a header in JSON: {error}") from error
     arrays: dict[str, Source] = {}
     bf16 = _bf16_dtype()
@@ -265,7 +278,7 @@ def _open_safetensors(path: str) -> dict[str, Source]:
                 raise FormatError(f"{path}:{key}: need {nbytes} bytes for {entry['dtype']} {_text(shape)} within the "
                                   f"file, found offsets {start} to {end}")
             array = np.memmap(path, dtype, "r", 8 + length + start, shape) if nbytes else np.empty(shape, dtype)
-            arrays[key] = _Mapped(f"{path}:{key}", array)
+            arrays[key] = _Mapped(path, key, array)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, FormatError):
             raise
@@ -314,24 +327,24 @@ def _open_table(path: str, suffix: str) -> dict[str, Source]:
             raise
         raise FormatError(f"{path}: need a whole {suffix} file: {error}") from error
     return {name: column for name in schema.names
-            if (column := _Column.of(f"{path}:{name}", schema.field(name).type, name, counts, group)) is not None}
+            if (column := _Column.of(path, name, schema.field(name).type, counts, group)) is not None}
 
 
 class _Column:
     """A column of a table whose cells are arrays of one shape, read group by group."""
 
-    def __init__(self, where: str, dtype: np.dtype[Any], sample: tuple[int, ...], name: str, counts: list[int],
+    def __init__(self, path: str, name: str, dtype: np.dtype[Any], sample: tuple[int, ...], counts: list[int],
                  group: Any) -> None:
-        self.where = where
+        self.path, self.key = path, name
+        self.where = f"{path}:{name}"
         self.dtype = dtype
         self.shape = (sum(counts), *sample)
-        self._name = name
         self._group = group
         self._starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
         self._kept: tuple[int, Array] | None = None
 
     @staticmethod
-    def of(where: str, kind: Any, name: str, counts: list[int], group: Any) -> _Column | None:
+    def of(path: str, name: str, kind: Any, counts: list[int], group: Any) -> _Column | None:
         """The column, or None for one of strings, maps and the like."""
         pa = _pyarrow()
         sample: tuple[int, ...] = ()
@@ -347,7 +360,7 @@ class _Column:
             return None
         if dtype.hasobject or dtype.kind not in "biuf":
             return None
-        return _Column(where, dtype, sample, name, counts, group)
+        return _Column(path, name, dtype, sample, counts, group)
 
     def read(self, start: int, stop: int) -> Array:
         first = int(np.searchsorted(self._starts, start, "right")) - 1
@@ -367,7 +380,7 @@ class _Column:
         """All rows of a group; the latest stays, since pieces are asked for in order."""
         if self._kept is None or self._kept[0] != number:
             self._kept = None
-            column = self._group(number, columns=[self._name]).column(0)
+            column = self._group(number, columns=[self.key]).column(0)
             if hasattr(column, "combine_chunks"):
                 column = column.combine_chunks()
             pa = _pyarrow()
@@ -390,15 +403,15 @@ class Target:
     """A file that will hold one or several arrays, of known shapes.
 
     Until :meth:`finish` the bytes are in a file beside it, whose name starts with a dot and ends in
-    ``.part``. Its space is reserved beforehand: a full disk shows at once, not in the middle.
+    ``.part``. Its space is reserved beforehand: a full disk shows at once, not in the middle. ``journal`` is
+    the one that tells what is in it, if that is not the file's own: no other run takes such a part for its own.
     """
 
-    def __init__(self, path: Path, names: Sequence[str], specs: Sequence[Spec]) -> None:
+    def __init__(self, path: Path, names: Sequence[str], specs: Sequence[Spec], journal: Path | None = None) -> None:
         self.path = path
         self.names = list(names)
         self.specs = list(specs)
         self.suffix = path.suffix.lower()
-        self.part = path.with_name(f".{path.name}.part")
         if self.suffix in (".npy", *RAW):
             if len(specs) != 1:
                 raise ArgumentError(f"{path} can hold one array, the graph has {len(specs)} outputs: give -o for each, "
@@ -407,6 +420,12 @@ class Target:
             _pyarrow()
         elif self.suffix not in (".npz", ".safetensors"):
             raise UnsupportedError(f"{path}: need a name that ends in {ENDINGS}")
+        if path.exists() and not path.is_file():
+            raise ArgumentError(f"{path} is there and is no regular file")
+        mark = ""
+        if journal is not None and journal != journal_path(path):
+            mark = f".{hashlib.sha256(os.fsencode(os.path.relpath(journal, path.parent))).hexdigest()[:8]}"
+        self.part = path.with_name(f".{path.name}{mark}.part")
         self._header = self._make_header()
         self._places = []
         at = len(self._header)
@@ -533,15 +552,21 @@ class Target:
             self.part.unlink()
 
 
+def journal_path(path: Path) -> Path:
+    """Where the journal of a run is whose first output has that path."""
+    return path.with_name(f".{path.name}.journal")
+
+
 class Journal:
     """Which rows of a run are written: lines of JSON in a file beside the output.
 
-    The first line says what the run is, so that no other one continues it. A line is written after its
-    rows; a killed process loses neither, since both are in the kernel by then. A machine that goes down
-    may lose rows and keep lines: after a restart only what a ``synced`` line vouches for counts.
+    The first line says what the run is, so that no other one continues it. Each line has a checksum: one
+    that is damaged counts for nothing. It is written after its rows; a killed process loses neither, since
+    both are in the kernel by then. A machine that goes down may lose rows and keep lines: after a restart
+    only what a ``synced`` line vouches for counts.
     """
 
-    VERSION = 1
+    VERSION = 2
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -557,24 +582,24 @@ class Journal:
             self._file.close()
             self._file = None
 
-    def open(self) -> dict[str, Any] | None:
-        """Lock the journal and read it; what the run was, None where there was none."""
-        self._file = open(self.path, "a+b", buffering=0)  # noqa: SIM115
-        if fcntl is not None:
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise ArgumentError(f"{self.path}: another process is at work on this output") from None
+    def open(self, *, forget: bool = False) -> dict[str, Any] | None:
+        """Lock the journal and read it; what the run was, None where there was none or it is to be forgotten."""
+        while True:
+            self._file = open(self.path, "a+b", buffering=0)  # noqa: SIM115
+            self._lock()
+            if self._is_named():
+                break
+            # Whoever had the lock finished, and removed the file.
+            self._file.close()
         self._file.seek(0)
         data = self._file.read()
-        lines = []
-        for line in data.splitlines(keepends=True):
-            # The last line may have been cut off.
-            with contextlib.suppress(ValueError):
-                if line.endswith(b"\n"):
-                    lines.append(json.loads(line))
-        if not lines or lines[0].get("version") != self.VERSION:
+        # Of a journal that was cut off in its first line nothing was done.
+        if forget or b"\n" not in data:
             return None
+        lines = [line for line in map(_checked, data.splitlines(keepends=True)) if line is not None]
+        if not lines or lines[0].get("version") != self.VERSION:
+            raise FormatError(f"{self.path}: need a journal whose first line is of version {self.VERSION} and whole: "
+                              "--restart forgets it")
         boot, doubtful = lines[0]["boot"], []
         for line in lines[1:]:
             if "rows" in line:
@@ -593,6 +618,25 @@ class Journal:
         self._write({"boot": _boot()})
         run: dict[str, Any] = lines[0]["run"]
         return run
+
+    def _lock(self) -> None:
+        assert self._file is not None
+        if fcntl is None:
+            return
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ArgumentError(f"{self.path}: another process is at work on this output") from None
+        except OSError as error:
+            raise OSError(error.errno, f"can't be locked: {error.strerror}", str(self.path)) from error
+
+    def _is_named(self) -> bool:
+        """Whether the file that is open is the one that has the name."""
+        assert self._file is not None
+        try:
+            return os.path.samestat(os.fstat(self._file.fileno()), os.stat(self.path))
+        except FileNotFoundError:
+            return False
 
     def begin(self, run: dict[str, Any]) -> None:
         """Start anew."""
@@ -619,14 +663,31 @@ class Journal:
 
     def _write(self, line: dict[str, Any]) -> None:
         assert self._file is not None
-        data = json.dumps(line, separators=(",", ":")).encode() + b"\n"
-        if self._file.write(data) != len(data):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+        data = json.dumps({**line, "sum": _sum(line)}, separators=(",", ":")).encode() + b"\n"
+        try:
+            # What stops in the middle tells why when it is asked to go on.
+            while data:
+                data = data[self._file.write(data) :]
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def discard(self) -> None:
         """Remove the journal."""
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()
+
+
+def _sum(line: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(line, separators=(",", ":")).encode())
+
+
+def _checked(text: bytes) -> dict[str, Any] | None:
+    """A line of a journal; None if it was cut off or is damaged."""
+    try:
+        line = json.loads(text) if text.endswith(b"\n") else None
+    except (ValueError, RecursionError):
+        return None
+    return line if isinstance(line, dict) and line.pop("sum", None) == _sum(line) else None
 
 
 def _boot() -> str:

@@ -33,8 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command and exit; never returns."""
     try:
         status = _run(sys.argv[1:] if arguments is None else list(arguments))
-        # Here and not at the interpreter's end, where a broken pipe would be reported.
-        sys.stdout.flush()
+        # Here and not at the interpreter's end, where a broken pipe would be reported. A closed one is None.
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except KeyboardInterrupt:
         status = INTERRUPTED
     except BrokenPipeError:
@@ -67,7 +68,9 @@ def _run(arguments: list[str]) -> int:
 
 def fail(message: str) -> int:
     """Print the one line that says what is wrong; the status to exit with."""
-    print(f"xnnfast: {' '.join(message.split())}", file=sys.stderr)
+    # Where stderr is closed, print would take stdout, which holds results.
+    if sys.stderr is not None:
+        print(f"xnnfast: {' '.join(message.split())}", file=sys.stderr)
     return FAILED
 
 

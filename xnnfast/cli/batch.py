@@ -20,7 +20,7 @@ import numpy as np
 import typer
 
 from .. import batch_io
-from ..errors import XnnfastError
+from ..errors import ArgumentError, XnnfastError
 from ..ops._rules import text
 from .commands import Cache, CommandError, Dialect, File, _load, _targets, app, cache_place
 
@@ -89,10 +89,22 @@ def batch(
         raise CommandError("--resume and --restart exclude each other")
     # A program may need more than load can do; the executor finds out.
     source = model if dialect is None else _load(model, dialect)
-    with Executor(
-        source, workers=workers, micro_batch=micro_batch, precision=precision, pin=pin, weights_cache=cache_place(cache)
-    ) as executor:
-        job = _Job(model, executor, inputs, output, normalize, precision)
+    try:
+        executor = Executor(
+            source,
+            workers=workers,
+            micro_batch=micro_batch,
+            precision=precision,
+            pin=pin,
+            weights_cache=cache_place(cache),
+        )
+    except ArgumentError:
+        raise
+    except XnnfastError as error:
+        message = str(error)
+        raise CommandError(message if message.startswith(str(model)) else f"{model}: {message}") from error
+    with executor:
+        job = _Job(model, executor, inputs, output, normalize, precision, dialect)
         with _terminable(), batch_io.Journal(job.journal_path) as journal:
             job.open(journal, resume, restart)
             try:
@@ -118,8 +130,10 @@ def _cut_short(job: _Job, journal: batch_io.Journal, error: BaseException) -> in
     if isinstance(error, SystemExit):
         fail(f"terminated: {kept}")
         return TERMINATED
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        raise CommandError(f"{error.filename or job.targets[0].path}: {error.strerror}; {kept}") from error
+    if isinstance(error, OSError):
+        raise CommandError(f"{error.filename or job.targets[0].path}: {error.strerror or error}; {kept}") from error
+    if isinstance(error, MemoryError) and not isinstance(error, XnnfastError):
+        raise CommandError(f"out of memory; {kept}") from error
     if isinstance(error, XnnfastError):
         raise CommandError(f"{error}; {kept}") from error
     raise error
@@ -150,6 +164,7 @@ class _Job:
         output: list[str],
         normalize: str | None,
         precision: str | None,
+        dialect: str | None,
     ) -> None:
         self.executor = executor
         self.done = self.resumed = 0
@@ -187,14 +202,18 @@ class _Job:
                     f"output {position} ({text(spec.shape)}) has no row for each sample, which a table needs"
                 )
         for target in self.targets:
-            for source in self.sources:
-                if os.path.exists(target.path) and os.path.samefile(target.path, source.where.partition(":")[0]):
-                    raise CommandError(f"{target.path} is an input")
-        self.journal_path = self.targets[0].path.with_name(f".{self.targets[0].path.name}.journal")
+            if not target.path.exists():
+                continue
+            if os.path.samefile(target.path, model):
+                raise CommandError(f"{target.path} is the model")
+            if any(os.path.samefile(target.path, source.path) for source in self.sources):
+                raise CommandError(f"{target.path} is an input")
+        self.journal_path = batch_io.journal_path(self.targets[0].path)
         self.identity = {
             "model": _identity(model),
+            "dialect": dialect,
             "inputs": [
-                [*_identity(Path(source.where.partition(":")[0])), source.where.partition(":")[2]]
+                [*_identity(Path(source.path)), source.key, source.dtype.str, list(source.shape)]
                 for source in self.sources
             ],
             "outputs": [[target.path.name, [list(spec.shape) for spec in target.specs]] for target in self.targets],
@@ -230,8 +249,8 @@ class _Job:
 
     def open(self, journal: batch_io.Journal, resume: bool, restart: bool) -> None:
         """Find out what is done, and make room for the rest."""
-        before = journal.open()
-        if before is not None and not restart:
+        before = journal.open(forget=restart)
+        if before is not None:
             if not resume:
                 done = sum(stop - start for start, stop in journal.done)
                 raise CommandError(
@@ -254,8 +273,10 @@ class _Job:
                 target.reserve()
         except OSError as error:
             self.discard(journal)
+            need = sum(target.nbytes for target in self.targets)
+            if error.errno == errno.EFBIG:
+                raise CommandError(f"{self.targets[0].path}: need {need} bytes: {error.strerror}") from error
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                need = sum(target.nbytes for target in self.targets)
                 free = shutil.disk_usage(self.targets[0].path.parent).free
                 raise CommandError(f"{self.targets[0].path}: need {need} bytes of space, {free} are free") from error
             raise
@@ -407,9 +428,10 @@ def _make_targets(output: list[str], specs: list[batch_io.Spec]) -> list[batch_i
     if len(output) == 1 and "{}" not in output[0] and several:
         targets = [batch_io.Target(one, names, specs)]
     else:
+        paths = _targets(output, len(specs))
         targets = [
-            batch_io.Target(path, [name], [spec])
-            for path, name, spec in zip(_targets(output, len(specs)), names, specs)
+            batch_io.Target(path, [name], [spec], batch_io.journal_path(paths[0]) if paths[0].name else None)
+            for path, name, spec in zip(paths, names, specs)
         ]
     for target in targets:
         if not target.path.parent.is_dir():
