@@ -1,6 +1,6 @@
 """How far the verdicts of ``xnnfast compare`` can be trusted on this machine: same against same, and known slowdowns.
 
-    python bench/aa_experiment.py [--same 200] [--slow 20] [--budget 60] [--log FILE] [--summary]
+    python bench/aa_experiment.py [--same 200] [--slow 20] [--budget 60] [--log FILE] [--kinds KIND ...] [--summary]
 
 * A network against a copy of itself, in half of the comparisons beside a process that works and rests at random.
   What must not be: SLOWER more often than once in 200.
@@ -8,7 +8,7 @@
   What must be: SLOWER in 80, 95 and 100 % of them, within the budget each.
 
 Comparisons are of all kinds in turn, so that an interrupted run has some of each. Each one is appended to the log as
-soon as it is done; a run goes on where the log ends, and ``--summary`` only reads it.
+soon as it is done; a run adds what the log lacks, and ``--summary`` only reads it.
 """
 
 from __future__ import annotations
@@ -175,6 +175,7 @@ def main() -> int:
         "--clock", choices=("wall", "cpu"), default="wall", help="cpu: for machines that are never quiet"
     )
     parser.add_argument("--log", type=Path, default=Path("aa_experiment.jsonl"))
+    parser.add_argument("--kinds", nargs="+", metavar="KIND", help="only these, such as 'same, noise' or '5 %% slower'")
     parser.add_argument("--minutes", type=float, help="stop after so many")
     parser.add_argument("--summary", action="store_true", help="only read the log")
     options = parser.parse_args()
@@ -187,9 +188,13 @@ def main() -> int:
             for percent, extra in extra_nodes(folder).items():
                 files[f"{percent} % slower"] = network(folder / f"{percent}.xnn", extra)
             kinds = plan(options.same, options.slow)
-            for seed, kind in list(enumerate(kinds))[len(rows) :]:
+            done = Counter(row["kind"] for row in rows)
+            for seed, kind in enumerate(kinds):
                 if time.monotonic() > end:
                     break
+                done[kind] -= 1
+                if done[kind] >= 0 or kind not in (options.kinds or kinds):
+                    continue
                 row = one(kind, files, seed, options.budget, options.clock)
                 rows.append(row)
                 with options.log.open("a") as stream:
