@@ -68,6 +68,7 @@ HEADERS: dict[str, tuple[str, str]] = {
     # Our own, which load_changes().add_own() puts there.
     "xnnfast/loop-order.h": ("xnnpack", "src/xnnfast/loop-order.h"),
     "xnnfast/isa-cap.h": ("xnnpack", "src/xnnfast/isa-cap.h"),
+    "xnnfast/second-isa.h": ("xnnpack", "src/xnnfast/second-isa.h"),
     "pthreadpool.h": ("pthreadpool", "include/pthreadpool.h"),
     "cpuinfo.h": ("cpuinfo", "include/cpuinfo.h"),
 }

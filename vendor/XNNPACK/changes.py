@@ -126,13 +126,14 @@ CHANGES: tuple[Change, ...] = (
     Change(
         name="amx-igemm-single-row",
         component="xnnpack",
-        why="For a one-row tile the AMX indirect GEMM reads at a0 but advances a15, so with more than 64 input "
-        "channels the last output pixel is made of the first 64 over and over. Upstream corrected it in 7a161070f3.",
+        why="For a one-row tile the AMX indirect GEMM reads at a0 but advances a15 (a6 in kernels of 7 rows), so with "
+        "more than 64 input channels the last output pixel is made of the first 64 over and over. Upstream corrected "
+        "it in 7a161070f3.",
         glob="src/*-igemm/gen/*avx512amx*.c",
-        pattern=r"(if \(mr == 1\)\s*\{\s*while \([^\n]*\{\s*_tile_loadd\(4, a0, 64\);[^\n]*\n\s*)a15 \+= 64;",
+        pattern=r"(if \(mr == 1\)\s*\{\s*while \([^\n]*\{\s*_tile_loadd\(4, a0, 64\);[^\n]*\n\s*)a(?:6|15) \+= 64;",
         replacement=r"\1a0 += 64;",
-        files=14,
-        places=14,
+        files=21,
+        places=21,
     ),
     Change(
         name="fp16-second-vector-store",
@@ -156,6 +157,18 @@ CHANGES: tuple[Change, ...] = (
         replacement=r"_mm_loadu_ps\1",
         files=24,
         places=24,
+    ),
+    Change(
+        name="quantization-params-room",
+        component="xnnpack",
+        why="A kernel of 14 rows that is given 2 or 3 computes the others, too, and the last of them is what stays: by "
+        "the parameters behind the last row's, of which 10 are made equal to those, and 12 are needed. So the last of "
+        "2 or 3 rows is wrong (blockwise 4-bit filters on Intel's processors with AVX512-VNNI and GFNI). AMX reads 16.",
+        glob="include/xnnpack.h",
+        pattern=r"^(#define XNN_EXTRA_QUANTIZATION_PARAMS) 10$",
+        replacement=r"\1 15",
+        files=1,
+        places=1,
     ),
     Change(
         name="planner-room-below",
@@ -267,6 +280,49 @@ CHANGES: tuple[Change, ...] = (
         replacement=r"\1xnnfast_cap_isa(&hardware_config);\n\g<0>",
         files=1,
         places=1,
+    ),
+    Change(
+        name="second-isa-build",
+        component="xnnpack",
+        why="own/second-isa.c chooses other kernels for 8-bit products whose shape AMX would mostly fill with padding, "
+        "as a first layer of 3 channels. The choice is per operator, where XNNPACK's is per process.",
+        glob="CMakeLists.txt",
+        pattern=r"^( *)src/configs/gemm-config\.c\n",
+        replacement=rf"\g<0>\1{OWN_FOLDER}/second-gemm-config.c\n\1{OWN_FOLDER}/second-isa.c\n",
+        files=1,
+        places=1,
+    ),
+    Change(
+        name="second-isa-include",
+        component="xnnpack",
+        why="Declares what the next changes call, where configurations are declared.",
+        glob="src/xnnpack/config.h",
+        pattern=r'^#include "xnnpack/microparams\.h"\n',
+        replacement=r'\g<0>#include "xnnfast/second-isa.h"\n',
+        files=1,
+        places=1,
+    ),
+    Change(
+        name="second-isa-convolution",
+        component="xnnpack",
+        why="Convolutions, also transposed ones, let it choose. A window's elements count alike on both sides.",
+        glob="src/operators/*convolution-nhwc.c",
+        pattern=r"\bxnn_init_(qs8_qc8w|qd8_f32_qc8w|qd8_f16_qc8w)_gemm_config\(\);",
+        replacement=r"xnnfast_choose_gemm_config(\n"
+        r"    xnn_init_\1_gemm_config(), xnnfast_second_\1_gemm_config, group_input_channels, group_output_channels);",
+        files=2,
+        places=6,
+    ),
+    Change(
+        name="second-isa-fully-connected",
+        component="xnnpack",
+        why="So do fully connected layers.",
+        glob="src/operators/fully-connected-nc.c",
+        pattern=r"\bxnn_init_(qs8_qc8w|qd8_f32_qc8w|qd8_f16_qc8w|qd8_f32_qc4w)_gemm_config\(\);",
+        replacement=r"xnnfast_choose_gemm_config(\n"
+        r"    xnn_init_\1_gemm_config(), xnnfast_second_\1_gemm_config, input_channels, output_channels);",
+        files=1,
+        places=5,
     ),
 )
 

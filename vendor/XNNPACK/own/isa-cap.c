@@ -2,6 +2,7 @@
 
 #include "xnnfast/isa-cap.h"
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
@@ -63,20 +64,27 @@ const char* xnnfast_isa_name(int index) {
   return index >= 0 && index < COUNT ? levels[index].name : NULL;
 }
 
-void xnnfast_cap_isa(struct xnn_hardware_config* config) {
-  const char* limit = getenv(XNNFAST_ISA_VARIABLE);
+bool xnnfast_cap_isa_to(struct xnn_hardware_config* config, const char* limit) {
+  bool taken = false;
   int i = 0;
-  if (limit == NULL) {
-    return;
-  }
   while (i < COUNT && strcmp(levels[i].name, limit) != 0) {
     i++;
   }
   for (i++; i < COUNT; i++) {
-    *((bool*) ((char*) config + levels[i].flag)) = false;
+    bool* const flag = (bool*) ((char*) config + levels[i].flag);
+    taken = taken || *flag;
+    *flag = false;
   }
 #if XNN_ARCH_ARM64
   // The scalar half of the same extension has a flag of its own.
   config->use_arm_fp16_arith = config->use_arm_fp16_arith && config->use_arm_neon_fp16_arith;
 #endif
+  return taken;
+}
+
+void xnnfast_cap_isa(struct xnn_hardware_config* config) {
+  const char* limit = getenv(XNNFAST_ISA_VARIABLE);
+  if (limit != NULL) {
+    xnnfast_cap_isa_to(config, limit);
+  }
 }

@@ -4,6 +4,8 @@
 
 #pragma once
 
+#include <stdbool.h>
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -17,6 +19,9 @@ struct xnn_hardware_config;
 // Takes from a fresh detection what is stronger than the limit. A name that is not known limits nothing: this code has
 // nobody to tell, so whoever starts XNNPACK should look for the name in the list below first.
 void xnnfast_cap_isa(struct xnn_hardware_config* config);
+
+// The same with the limit given; whether anything was taken.
+bool xnnfast_cap_isa_to(struct xnn_hardware_config* config, const char* limit);
 
 // The names a limit may have on this architecture, weakest first; NULL past the last.
 const char* xnnfast_isa_name(int index);

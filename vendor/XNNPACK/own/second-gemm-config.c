@@ -1,0 +1,23 @@
+// Part of xnnfast, BSD-3-Clause. Not from XNNPACK.
+//
+// XNNPACK's configurations of matrix products once more, under other names and for other instruction sets (second-isa.c).
+
+#define xnn_init_hardware_config xnnfast_second_hardware_config
+#define xnn_init_f16_gemm_config xnnfast_second_f16_gemm_config
+#define xnn_init_f32_gemm_config xnnfast_second_f32_gemm_config
+#define xnn_init_f32_gemm_nr2_config xnnfast_second_f32_gemm_nr2_config
+#define xnn_init_f32_qc4w_gemm_config xnnfast_second_f32_qc4w_gemm_config
+#define xnn_init_f32_qc8w_gemm_config xnnfast_second_f32_qc8w_gemm_config
+#define xnn_init_pf32_gemm_config xnnfast_second_pf32_gemm_config
+#define xnn_init_qd8_f16_qb4w_gemm_config xnnfast_second_qd8_f16_qb4w_gemm_config
+#define xnn_init_qd8_f16_qc4w_gemm_config xnnfast_second_qd8_f16_qc4w_gemm_config
+#define xnn_init_qd8_f16_qc8w_gemm_config xnnfast_second_qd8_f16_qc8w_gemm_config
+#define xnn_init_qd8_f32_qb4w_gemm_config xnnfast_second_qd8_f32_qb4w_gemm_config
+#define xnn_init_qd8_f32_qc4w_gemm_config xnnfast_second_qd8_f32_qc4w_gemm_config
+#define xnn_init_qd8_f32_qc8w_gemm_config xnnfast_second_qd8_f32_qc8w_gemm_config
+#define xnn_init_qp8_f32_qb4w_gemm_config xnnfast_second_qp8_f32_qb4w_gemm_config
+#define xnn_init_qp8_f32_qc4w_gemm_config xnnfast_second_qp8_f32_qc4w_gemm_config
+#define xnn_init_qs8_qc8w_gemm_config xnnfast_second_qs8_qc8w_gemm_config
+#define xnn_init_qu8_gemm_config xnnfast_second_qu8_gemm_config
+
+#include "configs/gemm-config.c"
