@@ -10,6 +10,7 @@ TESTS ?= tests
 PYTEST_FLAGS ?=
 FUZZ_SECONDS ?= 600
 FUZZ_SEEDS ?=
+CHECK_FLAGS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
@@ -17,13 +18,14 @@ SOURCES := pyproject.toml setup.py MANIFEST.in README.md LICENSE $(shell find xn
 	\( -name '*.py' -o -name '*.pyx' -o -name '*.pxd' -o -name '*.fbs' -o -name '*.h' -o -name PIN -o -name py.typed -o -name '*.css' -o -name '*.js' \
 	-o -name '_*.pyi' \) -not -path '*/_generated/*')
 
-.PHONY: help run test docs fuzz sanitize lint wheel clean bench-gate
+.PHONY: help run test docs fuzz sanitize lint wheel clean bench-gate check-kernels
 help:
 	@echo 'make run    train a classifier of handwritten digits, run it from its graph file ($(OUT)/digits.xnn)'
 	@echo 'make test   run all tests; TESTS=tests/test_cli.py and PYTEST_FLAGS="-k add -x" choose'
 	@echo 'make docs   build the pages of documentation into build/site; dead links stop it'
 	@echo 'make fuzz   search for files that do harm for FUZZ_SECONDS=600; FUZZ_SEEDS=folder adds good files to begin with'
 	@echo 'make sanitize  run all tests with sanitizers in our modules (gcc or clang with their runtime libraries)'
+	@echo 'make check-kernels  each of our kernel families'"'"' kernels against plain loops, also those this CPU lacks (long)'
 	@echo 'make bench-gate  measure ratios against recorded bounds, for information'
 	@echo 'make lint   check style and types'
 	@echo 'make wheel  build a wheel into dist/'
@@ -58,6 +60,9 @@ sanitize: $(VENV)/.test
 # Never fails for a figure: machines are too different, and too busy.
 bench-gate: $(VENV)/.test
 	cd $(VENV) && bin/python $(CURDIR)/bench/gate.py
+
+check-kernels: $(VENV)/.tools
+	$(BIN)/python vendor/XNNPACK/check_kernels.py $(CHECK_FLAGS)
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .

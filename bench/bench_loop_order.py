@@ -52,6 +52,12 @@ class Net:
         w = self.b.constant(w, "qcint8", PerChannel(np.full(outer, 1 / 999, F), 0))
         return self.b.fully_connected(q, w, np.zeros(outer, F), datatype="fp32")
 
+    def input(self, shape: tuple[int, ...]) -> Any:
+        return self.b.input(shape)
+
+    def add(self, x: Any, y: Any, clamp: Any = None) -> Any:
+        return self.b.add(x, y, clamp=clamp)
+
     def graph(self, y: Any) -> Graph:
         self.b.output(y)
         return self.b.graph()
@@ -65,9 +71,9 @@ def layers(count: int, rows: int, inner: int, outer: int, kind: str = "linear") 
     return net.graph(x)
 
 
-def resnet50(batch: int) -> Graph:
-    net = Net()
-    x = net.conv(net.b.input((batch, 224, 224, 3)), 64, 7, 2, (0, None))
+def resnet50(batch: int, net: Net | None = None) -> Graph:
+    net = net or Net()
+    x = net.conv(net.input((batch, 224, 224, 3)), 64, 7, 2, (0, None))
     x = net.b.max_pooling2d(x, 3, stride=2, padding=1)
     for stage, blocks in enumerate((3, 4, 6, 3)):
         width = 64 << stage
@@ -75,20 +81,20 @@ def resnet50(batch: int) -> Graph:
             stride = 2 if stage and not block else 1
             y = net.conv(x, width, 1, 1, (0, None))
             y = net.conv(net.conv(y, width, 3, stride, (0, None)), 4 * width, 1)
-            x = net.b.add(y, x if block else net.conv(x, 4 * width, 1, stride), clamp=(0, None))
+            x = net.add(y, x if block else net.conv(x, 4 * width, 1, stride), clamp=(0, None))
     return net.graph(net.linear(net.b.global_average_pooling2d(x, keep_dims=False), 1000))
 
 
-def mobilenet_v2(batch: int) -> Graph:
-    net = Net()
-    x = net.conv(net.b.input((batch, 224, 224, 3)), 32, 3, 2, (0, 6))
+def mobilenet_v2(batch: int, net: Net | None = None) -> Graph:
+    net = net or Net()
+    x = net.conv(net.input((batch, 224, 224, 3)), 32, 3, 2, (0, 6))
     plan = ((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))
     for expansion, width, blocks, first_stride in plan:
         for block in range(blocks):
             stride = 1 if block else first_stride
             y = x if expansion == 1 else net.conv(x, expansion * x.shape[3], 1, 1, (0, 6))
             y = net.conv(net.depthwise(y, stride), width, 1)
-            x = net.b.add(y, x) if block else y
+            x = net.add(y, x) if block else y
     x = net.b.global_average_pooling2d(net.conv(x, 1280, 1, 1, (0, 6)), keep_dims=False)
     return net.graph(net.linear(x, 1000))
 

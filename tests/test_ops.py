@@ -10,7 +10,8 @@ from op_cases import ENGINE_ONLY, MAKERS, Q8, Case, agree, case, combinations, t
 import xnnfast as xf
 from xnnfast import Graph, GraphBuilder, Runtime, writer
 from xnnfast._graph import Node
-from xnnfast.lower import FOLDS_CLAMP, lower
+from xnnfast.fuse import FOLDS_CLAMP
+from xnnfast.lower import lower
 from xnnfast.ops import OPS
 from xnnfast.quantization import PerChannel, PerTensor, PerToken
 

@@ -18,6 +18,7 @@ from .includes.xnnpack cimport *
 
 import marshal
 import os
+import re
 import threading
 import time
 import types
@@ -31,6 +32,7 @@ from .errors import (
     ArgumentError, BusyError, ClosedError, DtypeError, LimitError, NotFiniteError, OverlapError, ShapeError,
     UnsupportedError, XnnpackError, status_name, xnnpack_error,
 )
+from .fuse import fold_affine as _fold_affine
 from .lower import lower
 from .quantization import PerBlock, PerChannel, PerTensor, PerToken, bf16_to_f32
 
@@ -125,6 +127,11 @@ cdef extern from "xnnfast/loop-order.h":
 
 cdef extern from "xnnfast/isa-cap.h":
     const char* xnnfast_isa_name(int index) nogil
+
+cdef extern from "xnnfast/second-isa.h":
+    const char* xnnfast_second_isa() nogil
+    double xnnfast_second_ratio() nogil
+    size_t xnnfast_second_count() nogil
 
 cdef enum:
     # What XNNPACK may read behind any tensor is 16 bytes (XNN_EXTRA_BYTES of xnnpack.h): a cache line.
@@ -482,15 +489,19 @@ os.register_at_fork(after_in_child=_new_locks)
 
 
 cdef int check_isa_cap() except -1:
-    """Refuse a name in XNNFAST_ISA that XNNPACK's detection would pass over without a word."""
+    """Refuse what XNNFAST_ISA and its kin hold if the C side would pass over it without a word."""
     cdef int i = 0
-    found = os.environ.get("XNNFAST_ISA")
     names = []
     while xnnfast_isa_name(i) != NULL:
         names.append(xnnfast_isa_name(i).decode())
         i += 1
-    if found is not None and found not in names:
-        raise ArgumentError(f"need one of {', '.join(names)} in XNNFAST_ISA, found {found!r}")
+    for variable, known in (("XNNFAST_ISA", names), ("XNNFAST_SECOND_ISA", [*names, "none"])):
+        found = os.environ.get(variable)
+        if found is not None and found not in known:
+            raise ArgumentError(f"need one of {', '.join(known)} in {variable}, found {found!r}")
+    found = os.environ.get("XNNFAST_SECOND_RATIO")
+    if found is not None and re.fullmatch(r"0*[1-9][0-9]*(\.[0-9]*)?|0*\.0*[1-9][0-9]*", found) is None:
+        raise ArgumentError(f"need a number above 0 in XNNFAST_SECOND_RATIO, found {found!r}")
     return 0
 
 
@@ -532,6 +543,17 @@ def isa():
     initialize()
     n = xf_isa(names, 64)
     return [names[i].decode() for i in range(n)]
+
+
+def second_isa():
+    """The second choice of kernels for 8-bit products: its strongest instruction set, its factor of padding, its uses.
+
+    None where there is no second choice. Uses are counted over the process, one for each operator made.
+    """
+    initialize()
+    if xnnfast_second_isa() == NULL:
+        return None
+    return xnnfast_second_isa().decode(), xnnfast_second_ratio(), xnnfast_second_count()
 
 
 def loop_order(setting=None):
@@ -870,10 +892,19 @@ cdef class Runtime:
     weights_cache : True, path or WeightsCache, optional
         Keep packed weights on disk and map them there the next time: True is the user's cache folder, a
         path a folder or a file. Without it nothing is written. A file that does not fit exactly is not used.
+    fuse : bool, default True
+        Let layers do the work of a Clamp behind them and of a pad of zeros before them. No bit of a result that is a
+        number changes.
+    fold_affine : bool, default False
+        Compute factors and summands per channel behind fp32 layers into copies of their filters and biases
+        (batch normalisation). Results change by rounding.
 
     Attributes
     ----------
     graph : Graph
+        The one given, or with ``fold_affine`` what became of it.
+    fused : tuple of Fusion
+        The file's nodes that others do the work of: what each was, its index, and the index of the other.
     inputs, outputs : tuple of Value
         In the order in which :meth:`run` takes and returns them.
     threads : int
@@ -935,16 +966,18 @@ cdef class Runtime:
         self.sizes = NULL
 
     def __init__(self, Graph graph not None, *, int threads=1, bint check_finite=False, bint low_memory=False,
-                 weights_cache=None):
+                 weights_cache=None, bint fuse=True, bint fold_affine=False):
         if threads < 1:
             raise ArgumentError(f"threads must be at least 1, got {threads}")
+        if fold_affine:
+            graph = _fold_affine(graph)
         self.graph = graph
         self.inputs = graph.inputs
         self.outputs = graph.outputs
         self.threads = threads
         self.check_finite = check_finite
         self.flags = LOW_MEMORY if low_memory else 0
-        self.lowered = lower(graph)
+        self.lowered = lower(graph, fuse)
         self.num_inputs = len(self.inputs)
         self.num_outputs = len(self.outputs)
         cdef size_t n = self.num_inputs + self.num_outputs, i
@@ -973,6 +1006,10 @@ cdef class Runtime:
     @property
     def weights_cache(self):
         return self.packing.outcome
+
+    @property
+    def fused(self):
+        return self.lowered.fused
 
     cdef object value_at(self, size_t i):
         return self.inputs[i] if i < self.num_inputs else self.outputs[i - self.num_inputs]

@@ -27,14 +27,17 @@ def config() -> dict[str, Any]:
         ``xnnfast``, ``python``, ``numpy``, ``machine``: versions and architecture; ``pin``: one entry per
         vendored library; ``changes``: the project's corrections to them; ``families``: compiled kernel
         families; ``isa``: instruction sets that XNNPACK selects here; ``isa_cap``: the limit that the variable
-        XNNFAST_ISA sets to them, or None; ``loop_order``: 1 if matrix products choose the order of their loops,
+        XNNFAST_ISA sets to them, or None; ``second_isa``: the choice of kernels for 8-bit products that AMX would
+        mostly fill with padding, as its strongest instruction set ``isa`` and the factor of padding ``ratio`` from
+        which on it is taken, or None; ``loop_order``: 1 if matrix products choose the order of their loops,
         0 if they have XNNPACK's; ``l2_bytes``: the cache that this choice assumes; ``cpus``, ``cpus_reason``:
         how many CPUs this process may use, and why.
     """
     from ._generated.build_info import INFO
-    from ._runtime import isa, l2_bytes, loop_order
+    from ._runtime import isa, l2_bytes, loop_order, second_isa
 
     cpus = allowed_cpus()
+    second = second_isa()
     return {
         "xnnfast": __version__,
         "python": sys.version.split()[0],
@@ -43,6 +46,7 @@ def config() -> dict[str, Any]:
         **{key: value for key, value in INFO.items() if key not in ("key",)},
         "isa": isa(),
         "isa_cap": os.environ.get("XNNFAST_ISA"),
+        "second_isa": None if second is None else {"isa": second[0], "ratio": second[1]},
         "loop_order": loop_order(),
         "l2_bytes": l2_bytes(),
         "cpus": cpus.count,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 def describe(graph: Graph) -> Facts:
     """The facts of a graph: where it comes from, inputs, outputs, nodes, values and constants."""
     used, total = graph.zero_copy
+    gone = _fused(graph)
     holders: dict[int, list[int]] = {}
     for value in graph.values:
         if value.constant is not None:
@@ -34,7 +35,7 @@ def describe(graph: Graph) -> Facts:
         "inputs": [value.id for value in graph.inputs],
         "outputs": [value.id for value in graph.outputs],
         "values": [_value(value) for value in graph.values],
-        "nodes": [_node(node) for node in graph.nodes],
+        "nodes": [_node(node) | gone.get(node.index, {}) for node in graph.nodes],
         "constants": [_constant(constant, holders[id(constant)]) for constant in graph.constants],
         "zero_copy": {
             "constants": total,
@@ -44,6 +45,18 @@ def describe(graph: Graph) -> Facts:
         },
         "notes": list(graph.notes),
     }
+
+
+def _fused(graph: Graph) -> dict[int, Facts]:
+    """Index of a node that does not run by itself -> which node does its work."""
+    from .errors import GraphError
+    from .lower import lower
+
+    try:
+        return {fusion.node: {"runs_in": fusion.into} for fusion in lower(graph).fused}
+    except GraphError:
+        # A graph that XNNPACK can't run can still be looked at.
+        return {}
 
 
 def _value(value: Value) -> Facts:
@@ -222,6 +235,8 @@ def _node_row(node: Mapping[str, Any], values: Mapping[int, Mapping[str, Any]]) 
         details.append(f"flags={node['flags']:#x}")
     if node["clamp"] is not None:
         details.append(f"clamp={_word(node['clamp'])}")
+    if "runs_in" in node:
+        details.append(f"(runs in node {node['runs_in']})")
     shapes = ", ".join(shape(values[output]["shape"]) for output in node["outputs"])
     return (
         str(node["index"]),

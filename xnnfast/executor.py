@@ -36,6 +36,7 @@ from .errors import (
     UnsupportedError,
     XnnfastError,
 )
+from .fuse import fold_affine as _fold_affine
 from .limits import allowed_cpus
 from .lower import lower_batches
 from .ops._rules import text
@@ -176,6 +177,11 @@ class Executor:
         The batch that the graph was exported for, where axis 0 of an input holds several rows per sample.
     pin : bool, default False
         Keep each of the other workers on one CPU. The calling thread stays free.
+    fuse : bool, default True
+        Let layers do the work of a Clamp behind them and of a pad of zeros before them, as for :class:`Runtime`.
+    fold_affine : bool, default False
+        Compute factors and summands behind fp32 layers into copies of their filters and biases, as for
+        :class:`Runtime`. Results change by rounding.
 
     Attributes
     ----------
@@ -205,7 +211,7 @@ class Executor:
 
     def __init__(self, source: Any, *, workers: int | None = None, threads: int = 1, micro_batch: int | None = None,
                  precision: str | None = None, weights_cache: Any = None, batched: Sequence[int] | None = None,
-                 batch: int | None = None, pin: bool = False) -> None:
+                 batch: int | None = None, pin: bool = False, fuse: bool = True, fold_affine: bool = False) -> None:
         self._closed = True
         for name, number in (("workers", workers), ("threads", threads), ("micro_batch", micro_batch)):
             if number is not None and (not isinstance(number, (int, np.integer)) or number < 1):
@@ -226,10 +232,14 @@ class Executor:
         self.graph = graph
         self._steps: StepCrew | None = None
         if graph is None:
+            if fold_affine or not fuse:
+                raise UnsupportedError("fuse and fold_affine need a graph, this program is several parts:\n"
+                                       f"{self._program.plan()}")  # type: ignore[union-attr]
             self._take_steps()
         else:
-            self._run, self._flags = (graph, 0) if precision is None else apply(graph, precision)
-            self._lowered = lower_batches(self._run, batched, batch)
+            run = _fold_affine(graph) if fold_affine else graph
+            self._run, self._flags = (run, 0) if precision is None else apply(run, precision)
+            self._lowered = lower_batches(self._run, batched, batch, fuse)
             self.inputs: tuple[Value | Terminal, ...] = graph.inputs
             self.outputs: tuple[Value | Terminal, ...] = graph.outputs[: len(graph.outputs) - self._watched]
         self.staged = 0

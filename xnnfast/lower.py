@@ -18,18 +18,13 @@ import numpy as np
 from ._graph import Constant, Graph, Node, Value
 from .batching import Batching, analyze, free_batch
 from .errors import GraphError
+from .fuse import FOLDS_CLAMP, Fusion, fold_clamps, fold_pads, unlimited
 from .ops import OPS
 from .ops._rules import RESHAPE_2D
 from .quantization import PerChannel, PerToken, Quantization
 
 KEEP_DIMS = 0x40
 TRANSPOSE_B = 0x01
-
-#: Producers whose own output limits can take over a following Clamp. Binary operators are not among
-#: them: in this version of XNNPACK their limits are a separate pass, exactly like a Clamp node.
-FOLDS_CLAMP = frozenset(
-    ("fully_connected", "conv2d", "depthwise_conv2d", "conv_transpose2d", "average_pooling2d", "max_pooling2d")
-)
 
 
 class Lowered:
@@ -57,6 +52,8 @@ class Lowered:
         it is given another number of images it frees as many as the new number: some twice, or never.
     dropped : tuple of int
         Indices of the nodes that lead to no output.
+    fused : tuple of Fusion
+        The nodes that others do the work of.
     batching : Batching or None
         Where every value holds the batch.
     batch_error : GraphError or None
@@ -75,6 +72,7 @@ class Lowered:
         self.broadcasts: tuple[tuple[int | None, int | None, int], ...] = ()
         self.pinned: tuple[int | None, ...] = ()
         self.dropped: tuple[int, ...] = ()
+        self.fused: tuple[Fusion, ...] = ()
         #: Flags -> what a weights cache has to know of the graph.
         self.plans: dict[int, object] = {}
         self._batching: Batching | None = None
@@ -138,33 +136,36 @@ class Lowered:
         return self.new_value(value.datatype, value.shape if shape is None else shape, value.quantization)
 
 
-def lower(graph: Graph) -> Lowered:
-    """The lowered form of a graph, made once and kept with it."""
-    lowered: Lowered | None = graph.caches.get("lowered")
+def lower(graph: Graph, fuse: bool = True) -> Lowered:
+    """The lowered form of a graph, made once and kept with it. Without ``fuse``, all its nodes run by themselves."""
+    key = "lowered" if fuse else ("lowered", "unfused")
+    lowered: Lowered | None = graph.caches.get(key)
     if lowered is None:
-        lowered = _lower(graph)
+        lowered = _lower(graph, fuse)
         lowered._analyzed = False
         if any(_bakes_in_batch(node) for node in lowered.nodes):
             lowered._analyze()
         # Otherwise no node is rewritten, and who runs the declared batch need not know where it is.
         # The first of several threads has made it for all: weights are packed once for a lowered graph.
-        kept: Lowered = graph.caches.setdefault("lowered", _finish(lowered))
+        kept: Lowered = graph.caches.setdefault(key, _finish(lowered))
         return kept
     return lowered
 
 
-def lower_batches(graph: Graph, inputs: Sequence[int] | None = None, batch: int | None = None) -> Lowered:
+def lower_batches(
+    graph: Graph, inputs: Sequence[int] | None = None, batch: int | None = None, fuse: bool = True
+) -> Lowered:
     """The lowered form that takes any batch; GraphError where there is none. Arguments are those of ``analyze``."""
     if inputs is None and batch is None:
-        lowered = lower(graph)
+        lowered = lower(graph, fuse)
         if lowered.batch_error is not None:
             raise lowered.batch_error.with_traceback(None)
         if lowered.follows_batch:
             return lowered
-    key = ("lowered", None if inputs is None else tuple(inputs), batch)
+    key = ("lowered", None if inputs is None else tuple(inputs), batch, fuse)
     kept: Lowered | None = graph.caches.get(key)
     if kept is None:
-        lowered = _lower(graph)
+        lowered = _lower(graph, fuse)
         lowered._batching = analyze(lowered, inputs=inputs, batch=batch)
         lowered._follows_batch = free_batch(lowered, lowered._batching, strict=True)
         made: Lowered = graph.caches.setdefault(key, _finish(lowered))
@@ -177,14 +178,18 @@ def _bakes_in_batch(node: Node) -> bool:
     return name == "static_reshape" or (name == "fully_connected" and bool(node.flags & RESHAPE_2D))
 
 
-def _lower(graph: Graph) -> Lowered:
+def _lower(graph: Graph, fuse: bool) -> Lowered:
     result = Lowered(graph)
     live = _live_nodes(graph)
     result.dropped = tuple(sorted(node.index for node in graph.nodes if node not in live))
     nodes = [node for node in graph.nodes if node in live]
     nodes = _expand_dynamic_inputs(result, nodes)
     nodes = [made for node in nodes for made in _expand(result, node)]
-    nodes = _fold_clamps(result, nodes)
+    result.fused = tuple(graph.caches.get("affine fusions", ()))
+    if fuse:
+        nodes, pads = fold_pads(result, nodes)
+        nodes, clamps = fold_clamps(result, nodes)
+        result.fused += (*pads, *clamps)
     nodes = _split_limits(result, nodes)
     result.nodes = nodes
     _pass_through(result)
@@ -363,56 +368,11 @@ def _free_full_slices(result: Lowered, node: Node) -> Node:
     return node if freed == sizes else node.replace(attrs={"offsets": offsets, "sizes": freed})
 
 
-def _intersect(a: tuple[float, float] | None, b: tuple[float, float] | None) -> tuple[float, float] | None:
-    if a is None or b is None:
-        return a if b is None else b
-    return max(a[0], b[0]), min(a[1], b[1])
-
-
-def _unlimited(clamp: tuple[float, float] | None) -> bool:
-    return clamp is None or (clamp[0] == -math.inf and clamp[1] == math.inf)
-
-
-def _fold_clamps(result: Lowered, nodes: list[Node]) -> list[Node]:
-    """Give a Clamp's limits to the node before it, where that node can apply them in its own pass."""
-    consumers: dict[int, int] = {}
-    for node in nodes:
-        for id in node.inputs:
-            if id is not None:
-                consumers[id] = consumers.get(id, 0) + 1
-    place = {node.outputs[0]: i for i, node in enumerate(nodes)}
-    folded: list[Node | None] = list(nodes)
-    for i, node in enumerate(nodes):
-        if node.op.name != "clamp":
-            continue
-        source = result.value(node.inputs[0])
-        target = result.value(node.outputs[0])
-        before = place.get(source.id)
-        producer = folded[before] if before is not None else None
-        if (
-            producer is None
-            or producer.op.name not in FOLDS_CLAMP
-            or consumers[source.id] != 1
-            or source.is_output
-            or source.datatype != target.datatype
-            or source.quantization != target.quantization
-        ):
-            continue
-        limits = _intersect(producer.clamp, node.clamp)
-        # Limits that exclude each other are legal one after the other, not as one interval.
-        if limits is not None and not limits[0] < limits[1]:
-            continue
-        folded[cast(int, before)] = None
-        folded[i] = producer.replace(clamp=limits, outputs=node.outputs)
-        place[target.id] = i
-    return [node for node in folded if node is not None]
-
-
 def _split_limits(result: Lowered, nodes: list[Node]) -> list[Node]:
     """A Clamp node after every node with limits that the call itself can't apply."""
     made = []
     for node in nodes:
-        if _unlimited(node.clamp) or node.op.name == "clamp" or node.op.name in FOLDS_CLAMP:
+        if unlimited(node.clamp) or node.op.name == "clamp" or node.op.name in FOLDS_CLAMP:
             made.append(node)
             continue
         output = node.outputs[0]

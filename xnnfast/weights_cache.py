@@ -410,11 +410,11 @@ def build() -> tuple[Any, ...]:
     global _build
     if _build is None:
         from ._generated.build_info import INFO
-        from ._runtime import isa, processor
+        from ._runtime import isa, processor, second_isa
 
         info: dict[str, Any] = INFO
         archives = tuple([archive["sha256"] for archive in info["archives"]])
-        _build = (info["key"], archives, tuple(isa()), processor(), FORMAT)
+        _build = (info["key"], archives, tuple(isa()), (second_isa() or ())[:2], processor(), FORMAT)
     return _build
 
 
@@ -658,7 +658,7 @@ def about(plan: Plan) -> bytes:
     """For people who look at a file: where it comes from."""
     import json
 
-    _, _, sets, processor, _ = build()
+    _, _, sets, _, processor, _ = build()
     text = json.dumps({"source": plan.source[-1024:], "isa": sets, "processor": processor})
     return text.encode()[:MAX_ABOUT]
 

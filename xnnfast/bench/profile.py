@@ -184,6 +184,8 @@ def _nodes_of(
             "part": part, "index": index, "kernel": kernel, "us": us, "kind": "copy", "debug_handle": 0, "inputs": [],
             "outputs": [], "bytes": 0, "operations": 0, "precision": "fp32",
         }  # fmt: skip
+        if gone := [fusion.node for fusion in runtime.fused if fusion.into == index]:
+            entry["fused"] = gone
         node = lowered.nodes[place] if known else by_index.get(index)
         if node is not None:
             value = lowered.value if known else graph.value

@@ -460,6 +460,8 @@ def build(xnnfast: Any) -> Facts:
         "changes": [each["name"] for each in config.get("changes", ())],
         "compiled": sorted(config.get("families", ())),
         "isa": config["isa"],
+        "isa_cap": config["isa_cap"],
+        "second_isa": config["second_isa"],
         "compiler": config.get("compiler"),
         "cpus": config["cpus"],
         "cpus_reason": config["cpus_reason"],

@@ -342,6 +342,11 @@ def info(as_json: Json = False) -> None:
     print(f"corrections: {', '.join(change['name'] for change in facts['changes']) or 'none'}")
     print(f"kernel families compiled in: {' '.join(facts['families'])}")
     print(f"instruction sets in use: {' '.join(facts['isa'])}")
+    if facts["isa_cap"] is not None:
+        print(f"capped by XNNFAST_ISA at: {facts['isa_cap']}")
+    if facts["second_isa"] is not None:
+        second = facts["second_isa"]
+        print(f"8-bit products padded {second['ratio']:g} times or more: kernels up to {second['isa']}")
     print(f"threads allowed: {facts['cpus']} ({facts['cpus_reason']})")
 
 
