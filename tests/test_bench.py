@@ -975,6 +975,11 @@ def test_two_builds_are_compared(tmp_path):
     (result,) = facts["results"]
     assert result["a"]["build"]["folder"] == str(here / "xnnfast")
     assert done.returncode == stats.STATUS[facts["verdict"]]
+    (tmp_path / "broken/xnnfast").mkdir(parents=True)
+    (tmp_path / "broken/xnnfast/__init__.py").write_text("raise RuntimeError('half built')")
+    bad = command("compare", here, "broken", "--model", "a.xnn", folder=tmp_path)
+    assert bad.returncode == 2 and bad.stdout == ""
+    assert f"a worker of {tmp_path}/broken ended without an answer: RuntimeError: half built" in bad.stderr
     bad = command("compare", tmp_path, here, "--model", "a.xnn", folder=tmp_path)
     assert bad.returncode == 2 and "need a Python executable" in bad.stderr
 

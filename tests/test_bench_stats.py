@@ -90,6 +90,21 @@ def test_ratio_of_rounds_cancels_what_drifts():
     assert ratio.low == pytest.approx(1.1) and ratio.high == pytest.approx(1.1)
 
 
+@pytest.mark.parametrize("ratio", [stats.paired_ratio, stats.unpaired_ratio])
+@pytest.mark.parametrize("bad", [[], [0.0], [-1.0], [math.nan], [math.inf]])
+def test_ratios_of_what_is_no_amount_are_refused(ratio, bad):
+    for sides in ((bad, [1.0]), ([1.0], bad)):
+        with pytest.raises(ValueError, match="need numbers above 0"):
+            ratio(*sides)
+
+
+@pytest.mark.parametrize("ratio", [stats.paired_ratio, stats.unpaired_ratio])
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_equal_values_have_a_ratio_without_noise(ratio, count):
+    found = ratio([2.0] * count, [3.0] * count)
+    assert (found.value, found.low, found.high) == pytest.approx((1.5, 1.5, 1.5)) and found.noise == 0
+
+
 def test_one_outlier_does_not_move_the_ratio():
     rng = np.random.default_rng(0)
     a, b = np.exp(rng.normal(0, 0.01, (2, 15)))

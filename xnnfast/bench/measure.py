@@ -73,6 +73,9 @@ class Build:
             return cls(sys.executable, str(path.resolve()))
         raise ArgumentError(f"{place}: need a Python executable, its environment, or a folder with a built xnnfast")
 
+    def __str__(self) -> str:
+        return self.path or self.python
+
     def environment(self) -> dict[str, str]:
         variables = dict(os.environ)
         # Two builds must not both be what this variable names.
@@ -110,7 +113,7 @@ class Worker:
             out, err = self.process.communicate(json.dumps(job) + "\n", timeout=timeout)
         except subprocess.TimeoutExpired:
             self.stop()
-            raise MeasureError(f"no answer from a worker of {self.build.python} for {timeout:g} s") from None
+            raise MeasureError(f"no answer from a worker of {self.build} for {timeout:g} s") from None
         except BaseException:
             # An interrupt, say: nobody would wait for the answer.
             self.stop()
@@ -119,12 +122,12 @@ class Worker:
         status = self.process.returncode
         if len(lines) + self._greeted < 2:
             reason = (err.strip().splitlines() or [_ended(status)])[-1]
-            raise MeasureError(f"a worker of {self.build.python} ended without an answer: {reason}")
+            raise MeasureError(f"a worker of {self.build} ended without an answer: {reason}")
         try:
             answer: Facts = json.loads(lines[-1])
         except ValueError:
             reason = f"{_ended(status)}, its last words were {lines[-1][:80]!r}"
-            raise MeasureError(f"a worker of {self.build.python} gave no whole answer: {reason}") from None
+            raise MeasureError(f"a worker of {self.build} gave no whole answer: {reason}") from None
         if "error" in answer:
             raise MeasureError(answer["error"])
         return answer

@@ -163,9 +163,16 @@ class Ratio:
     noise: float
 
 
+def _logarithms(values: Any) -> Array:
+    array = np.asarray(values, np.float64)
+    if not array.size or not (np.isfinite(array) & (array > 0)).all():
+        raise ValueError("need numbers above 0 on each side, since ratios of others mean nothing")
+    return np.log(array)
+
+
 def paired_ratio(a: Any, b: Any, *, seed: int = 0, resamples: int = RESAMPLES) -> Ratio:
     """The ratio of processes that ran in rounds; what drifts slower than a round cancels."""
-    x, y = np.log(np.asarray(a, np.float64)), np.log(np.asarray(b, np.float64))
+    x, y = _logarithms(a), _logarithms(b)
     rng = np.random.default_rng(seed)
     differences = y - x
     n = differences.size
@@ -181,7 +188,7 @@ def paired_ratio(a: Any, b: Any, *, seed: int = 0, resamples: int = RESAMPLES) -
 
 def unpaired_ratio(a: Any, b: Any, *, seed: int = 0, resamples: int = RESAMPLES) -> Ratio:
     """The ratio of processes that ran at different times."""
-    x, y = np.log(np.asarray(a, np.float64)), np.log(np.asarray(b, np.float64))
+    x, y = _logarithms(a), _logarithms(b)
     rng = np.random.default_rng(seed)
     first, second = (middle(side[rng.integers(0, side.size, (resamples, side.size))]) for side in (x, y))
     halves = []
