@@ -143,6 +143,48 @@ def test_environments_are_named_and_found(monkeypatch, tmp_path):
     assert environments.make("onnxruntime") == Path(sys.executable)
 
 
+@pytest.mark.parametrize(
+    "one, other, expected",
+    [
+        ([[1, 2]], [[1, 2]], 0.0),
+        ([[1, 2]], [[1, 3]], 0.5),
+        ([[0, 0]], [[0, 0]], 0.0),
+        ([[1, 2], [4]], [[1, 2], [3]], 0.25),
+        ([[1, 2], [1]], [[1.5, 2], [np.nan]], np.inf),
+        ([[np.nan]], [[np.nan]], 0.0),
+        ([[np.inf]], [[-np.inf]], np.inf),
+        ([[1, 2]], [[1, 2], [3]], np.inf),
+        ([[1, 2]], [[1, 2, 3]], np.inf),
+    ],
+)
+def test_results_of_peers_are_compared(tmp_path, one, other, expected):
+    import run
+
+    for name, arrays in (("a", one), ("b", other)):
+        np.savez(tmp_path / name, *[np.float32(array) for array in arrays])
+    assert run.difference(tmp_path / "a.npz", tmp_path / "b.npz") == expected
+
+
+def test_a_figure_of_the_gate_that_fails_leaves_the_others(monkeypatch, capsys):
+    import gate
+
+    def fails(folder):
+        raise AssertionError("('saved', 'saved')")
+
+    bounds = [
+        gate.Bound("bad", "one that can't be measured", 2.0, False, 1, fails),
+        gate.Bound("low", "a ratio that is low enough", 2.0, False, 1, lambda folder: ([1.0], [1.0])),
+    ]
+    monkeypatch.setattr(gate, "BOUNDS", bounds)
+    monkeypatch.setattr(sys, "argv", ["gate.py"])
+    assert gate.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "not measured one that can't be measured: AssertionError: ('saved', 'saved')"
+    assert lines[1].startswith("good ")
+    monkeypatch.setattr(sys, "argv", ["gate.py", "--strict"])
+    assert gate.main() == 1
+
+
 def test_bounds_of_the_gate_are_told_apart(monkeypatch):
     import gate
 

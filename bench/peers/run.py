@@ -158,15 +158,22 @@ def measure(case: Case, peer: str, python: Path, batch: int, threads: int, secon
 
 
 def difference(a: Path, b: Path) -> float:
-    """How far two results are apart, as a share of the largest number."""
+    """How far two results are apart, as a share of the largest number; infinity if they are not of one kind."""
     with np.load(a) as one, np.load(b) as other:
-        gaps = []
+        if sorted(one.files) != sorted(other.files):
+            return float("inf")
+        furthest = 0.0
         for name in one.files:
-            x, y = (each.astype(np.float64) for each in (one[name], other[name]))
-            if x.size != y.size:
+            x, y = (each.astype(np.float64).reshape(-1) for each in (one[name], other[name]))
+            rest = np.isfinite(x)
+            # NaN would be the smallest and the largest of differences at once.
+            if x.size != y.size or not np.array_equal(rest, np.isfinite(y)):
                 return float("inf")
-            gaps.append(np.abs(x.reshape(-1) - y.reshape(-1)).max() / np.abs(x).max())
-        return float(max(gaps))
+            if not np.array_equal(x[~rest], y[~rest], equal_nan=True):
+                return float("inf")
+            gap = float(np.abs(x[rest] - y[rest]).max(initial=0.0))
+            furthest = max(furthest, gap / max(float(np.abs(x[rest]).max(initial=0.0)), 1e-30))
+        return furthest
 
 
 def compare(options: argparse.Namespace, pythons: dict[str, Path]) -> list[dict[str, Any]]:
@@ -203,6 +210,10 @@ def compare(options: argparse.Namespace, pythons: dict[str, Path]) -> list[dict[
                             continue
                         entry = row["peers"].setdefault(peer, {"processes": []})
                         entry["processes"].append(found)
+                if "xnnfast" not in row["peers"]:
+                    # Nothing to compare with: no figure counts.
+                    row["missing"].update(dict.fromkeys(row["peers"], "xnnfast gave no result to compare with"))
+                    row["peers"].clear()
                 for peer in row["peers"]:
                     gap = difference(case.folder / "xnnfast.npz", case.folder / f"{peer}.npz")
                     row["peers"][peer]["difference"] = gap
