@@ -12,16 +12,21 @@ FUZZ_SECONDS ?= 600
 FUZZ_SEEDS ?=
 CHECK_FLAGS ?=
 
+# Another extra for the tests: distributed.
+WHAT ?=
+comma := ,
+
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SOURCES := pyproject.toml setup.py MANIFEST.in README.md LICENSE $(shell find xnnfast schema vendor/XNNPACK -type f \
 	\( -name '*.py' -o -name '*.pyx' -o -name '*.pxd' -o -name '*.fbs' -o -name '*.h' -o -name PIN -o -name py.typed -o -name '*.css' -o -name '*.js' \
 	-o -name '_*.pyi' \) -not -path '*/_generated/*')
 
-.PHONY: help run test docs fuzz sanitize lint wheel clean bench-gate check-kernels
+.PHONY: help run test test-distributed docs fuzz sanitize lint wheel clean bench-gate check-kernels
 help:
 	@echo 'make run    train a classifier of handwritten digits, run it from its graph file ($(OUT)/digits.xnn)'
 	@echo 'make test   run all tests; TESTS=tests/test_cli.py and PYTEST_FLAGS="-k add -x" choose'
+	@echo 'make test-distributed  run the tests with Ray, Spark, Dask, Daft and Beam on clusters on this machine (Spark: Java 17)'
 	@echo 'make docs   build the pages of documentation into build/site; dead links stop it'
 	@echo 'make fuzz   search for files that do harm for FUZZ_SECONDS=600; FUZZ_SEEDS=folder adds good files to begin with'
 	@echo 'make sanitize  run all tests with sanitizers in our modules (gcc or clang with their runtime libraries)'
@@ -43,6 +48,10 @@ test: $(VENV)/.test
 # From inside the environment, for the same reason.
 docs: $(VENV)/.docs
 	cd $(VENV) && NO_MKDOCS_2_WARNING=1 bin/mkdocs build -f $(CURDIR)/mkdocs.yml
+
+# Engines are large, and some hold back other packages: an environment of their own.
+test-distributed:
+	$(MAKE) test VENV=$(VENV)-distributed WHAT=distributed TESTS=tests/distributed
 
 fuzz: $(VENV)/.fuzz
 	cd $(VENV) && bin/python $(CURDIR)/fuzz/run.py $(FUZZ_SECONDS) $(abspath $(FUZZ_SEEDS)) --keep fuzz
@@ -73,7 +82,7 @@ wheel: $(VENV)/.tools
 	$(PIP) wheel --no-deps --wheel-dir dist .
 
 clean:
-	rm -rf build dist *.egg-info $(VENV) $(OUT) xnnfast/_generated xnnfast/builder.pyi
+	rm -rf build dist *.egg-info $(VENV) $(VENV)-distributed $(OUT) xnnfast/_generated xnnfast/builder.pyi
 	rm -rf .pytest_cache .ruff_cache .mypy_cache .hypothesis .benchmarks
 	find xnnfast \( -name '*.so' -o -name '*.c' \) -delete
 
@@ -87,7 +96,7 @@ $(VENV)/.tools: pyproject.toml .ci/requires.py
 	touch $@
 
 $(VENV)/.run: EXTRAS := cli,example
-$(VENV)/.test: EXTRAS := cli,example,test
+$(VENV)/.test: EXTRAS := cli,example,test$(addprefix $(comma),$(WHAT))
 $(VENV)/.docs: EXTRAS := docs
 # What the last build copied is removed first, or modules that are gone would be installed again. Compiled modules
 # stay, because setuptools compiles whatever is missing from there.

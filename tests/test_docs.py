@@ -26,6 +26,8 @@ DOCUMENTS = sorted(
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 #: Python and sh run. Commands of other programs (pip, make) are console, forms of a command are text.
 LANGUAGES = {"python", "sh", "py", "console", "text", "yaml"}
+#: Recipes for engines, which tests/distributed/test_recipes.py runs where they are installed.
+LANGUAGES |= {f"py {engine}" for engine in ("ray", "spark", "dask", "distributed", "daft", "beam")}
 #: Stands before a block of Python that can't run here, and is followed by the reason.
 NOT_RUN = "*Not run by the tests:*"
 
