@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import xnnfast
 from xnnfast.bench import compare, environment, measure, record, stats, worker
 from xnnfast.builder import GraphBuilder
 from xnnfast.errors import ArgumentError, FormatError
@@ -962,6 +963,15 @@ def test_bench_and_compare_commands_work_on_records(tmp_path):
     done = command("compare", "1.json", "2.json", folder=tmp_path)
     assert done.returncode == 4
     assert "not comparable: threads differ: 1 and 2" in done.stdout
+
+
+def test_builds_of_another_age_are_described():
+    # What config() has told since there is bench at all.
+    names = ("xnnfast", "python", "numpy", "machine", "isa", "cpus", "cpus_reason")
+    known = {name: xnnfast.config()[name] for name in names}
+    old = type("Old", (), {"__file__": xnnfast.__file__, "config": lambda: known})
+    found = worker.build(old)
+    assert found["isa"] == known["isa"] and found["pin"] == {} and found["second_isa"] is None
 
 
 def test_two_builds_are_compared(tmp_path):
