@@ -74,8 +74,9 @@ def test_a_task_has_one_thread_unless_spark_grants_more(spark: Any, model: Path,
             return tell
 
     from pyspark.ml.functions import predict_batch_udf
+    from pyspark.sql.types import LongType
 
-    tell = predict_batch_udf(Telling(), return_type="long", batch_size=64, input_tensor_shapes=[[8, 8]])
+    tell = predict_batch_udf(Telling(), return_type=LongType(), batch_size=64, input_tensor_shapes=[[8, 8]])
     assert {row[0] for row in frame(spark, images).select(tell("image")).collect()} == {1}
 
 
