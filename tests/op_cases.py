@@ -248,7 +248,8 @@ def tolerances(want: np.ndarray, datatype: str, of: Case | None) -> tuple[float,
         return 2e-3, 2e-3 * math.sqrt(max(terms, 1)) * (of.top[0] * of.top[1] if terms else 1)
     if terms:
         # Biases are up to 2, which a small filter is not.
-        return 0, 1e-6 * math.sqrt(terms) * max(of.top[0] * of.top[1], 1)
+        # Each term is rounded by the sum so far, which grows with them.
+        return 0, 1e-6 * math.sqrt(terms) * max(math.sqrt(terms) / 8, 1) * max(of.top[0] * of.top[1], 1)
     return 1e-6, 1e-6
 
 
