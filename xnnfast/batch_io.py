@@ -355,8 +355,9 @@ class _Column:
         while pa.types.is_fixed_size_list(kind):
             sample, kind = (*sample, kind.list_size), kind.value_type
         try:
-            dtype = np.dtype(kind.to_pandas_dtype())
-        except (NotImplementedError, TypeError):
+            # Not to_pandas_dtype(), which needs pandas.
+            dtype = pa.nulls(0, kind).to_numpy(zero_copy_only=False).dtype
+        except (pa.ArrowException, NotImplementedError, TypeError):
             return None
         if dtype.hasobject or dtype.kind not in "biuf":
             return None
@@ -380,10 +381,14 @@ class _Column:
         """All rows of a group; the latest stays, since pieces are asked for in order."""
         if self._kept is None or self._kept[0] != number:
             self._kept = None
-            column = self._group(number, columns=[self.key]).column(0)
+            pa = _pyarrow()
+            try:
+                column = self._group(number, columns=[self.key]).column(0)
+            except pa.ArrowException as error:
+                # Among them, with some versions, a null among lists of one size.
+                raise FormatError(f"{self.where}: need rows that can be read, row group {number}: {error}") from error
             if hasattr(column, "combine_chunks"):
                 column = column.combine_chunks()
-            pa = _pyarrow()
             if column.null_count:
                 raise FormatError(f"{self.where}: need a value in every row, found {column.null_count} nulls in row "
                                   f"group {number}")
