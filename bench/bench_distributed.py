@@ -68,6 +68,8 @@ def check(found: np.ndarray, want: np.ndarray, what: str) -> None:
 
 def on_ray(model: Path, images: np.ndarray, count: int, want: np.ndarray) -> Runs:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray gives way to whatever else runs, the Executor doesn't.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     import pyarrow as pa
     import ray
     from ray.data.extensions import ArrowTensorArray

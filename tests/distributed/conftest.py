@@ -50,6 +50,8 @@ def ray() -> Iterator[Any]:
     ray = pytest.importorskip("ray", reason="Ray is not installed: make test-distributed")
     pytest.importorskip("ray.data", reason="Ray Data is not installed: make test-distributed")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray gives way to whatever else runs, and may wait for minutes on a busy machine.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     ray.init(num_cpus=2, include_dashboard=False, object_store_memory=200 << 20, logging_level="error",
              log_to_driver=False)
     context = ray.data.DataContext.get_current()

@@ -28,7 +28,8 @@ def test_a_recipe_does_what_it_says(engine: str, tmp_path: Path) -> None:
         pytest.skip(f"{module} is not installed: make test-distributed")
     if engine == "spark" and shutil.which("java") is None and "JAVA_HOME" not in os.environ:
         pytest.skip("Spark needs Java (Debian: default-jre-headless)")
-    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "DO_NOT_TRACK": "1", "SPARK_LOCAL_IP": "127.0.0.1",
+    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0",
+                   "DO_NOT_TRACK": "1", "SPARK_LOCAL_IP": "127.0.0.1",
                    "PYSPARK_PYTHON": sys.executable}
     # Of -c there is no file that workers would import.
     done = subprocess.run([sys.executable, "-c", f"{COMMON}\n{code}"], cwd=tmp_path, capture_output=True, text=True,
