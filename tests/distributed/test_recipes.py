@@ -24,7 +24,9 @@ def test_a_recipe_does_what_it_says(engine: str, tmp_path: Path) -> None:
     code = "\n".join(block for name, block in RECIPES if name == engine)
     assert code
     module = MODULES.get(engine, engine)
-    if importlib.util.find_spec(module) is None:
+    found = importlib.util.find_spec(module)
+    # The folder of these tests has the name of one of the engines, and no file that makes it a package.
+    if found is None or found.origin is None:
         pytest.skip(f"{module} is not installed: make test-distributed")
     if engine == "spark" and shutil.which("java") is None and "JAVA_HOME" not in os.environ:
         pytest.skip("Spark needs Java (Debian: default-jre-headless)")
