@@ -1,11 +1,16 @@
-from typing import Any
+from typing import Any, final
 
 from ._payload import AlignedBytes, Payload
 
 MAX_NBYTES: int
 MAX_DEPTH: int
 MAX_TABLES: int
+MAX_SHARED: int
+KINDS: dict[str, int]
+WIDTHS: dict[str, int]
+CLOSED: dict[str, frozenset[str]]
 
+@final
 class Schema:
     @property
     def key(self) -> str: ...
@@ -16,7 +21,9 @@ class Schema:
 
 def schema(key: str, closed: bool = False) -> Schema: ...
 
+@final
 class FlatBuffer:
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
     @property
     def schema(self) -> Schema: ...
     @property
@@ -44,7 +51,9 @@ def verify(
     max_shared: int = ...,
 ) -> FlatBuffer: ...
 
+@final
 class Table:
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
     @property
     def buffer(self) -> FlatBuffer: ...
     @property

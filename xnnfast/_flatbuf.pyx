@@ -395,8 +395,8 @@ cdef object fault_error(FlatBuffer buffer, Walk* walk, object max_tables, object
         return LimitError(f"tables nest deeper than {found} - at {path}, offset {at:#x}; max_depth of Limits raises "
                           "the limit")
     elif walk.fault == FAULT_SHARED:
-        return LimitError(f"need at most {2 * size + max_shared} bytes of tables, vectors and strings in {size} bytes of "
-                          f"flatbuffer, each counted as often as it is referred to, found more - at {path}, offset "
+        return LimitError(f"need at most {2 * size + max_shared} bytes of tables, vectors and strings in {size} bytes "
+                          f"of flatbuffer, each counted as often as it is referred to, found more - at {path}, offset "
                           f"{at:#x}; max_shared of Limits raises the limit")
     else:
         return LimitError(f"need at most {max_tables} tables in a flatbuffer, found more - at {path}, offset "

@@ -2,12 +2,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from typing_extensions import disjoint_base
 
 from ._payload import Buffer
 from .caps import Limits
 from .ops import Op
 from .quantization import Quantization
 
+EMPTY_ATTRS: Mapping[str, Any]
+
+@disjoint_base
 class Constant:
     def __init__(
         self,
@@ -37,9 +41,12 @@ class Constant:
     def in_place(self) -> bool: ...
     @property
     def address(self) -> int: ...
+    @property
+    def owner(self) -> object: ...
 
 def address_of(buffer: Buffer) -> int: ...
 
+@disjoint_base
 class Value:
     def __init__(
         self,
@@ -84,6 +91,7 @@ class Value:
     def replace(self, **changes: Any) -> Value: ...
     def array(self) -> np.ndarray[Any, np.dtype[Any]]: ...
 
+@disjoint_base
 class Node:
     def __init__(
         self,
@@ -120,6 +128,7 @@ class Node:
     def where(self) -> str: ...
     def replace(self, **changes: Any) -> Node: ...
 
+@disjoint_base
 class Graph:
     def __init__(
         self,

@@ -91,7 +91,8 @@ cdef class Constant:
         return self
 
     def __repr__(self):
-        return f"Constant({self.index}, {self.nbytes} bytes, {'in place' if self.reason is None else 'copied: ' + self.reason})"
+        where = "in place" if self.reason is None else f"copied: {self.reason}"
+        return f"Constant({self.index}, {self.nbytes} bytes, {where})"
 
 
 cpdef size_t address_of(object buffer) except? 0:

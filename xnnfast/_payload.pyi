@@ -1,6 +1,6 @@
 import os
 import sys
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, final
 
 if sys.version_info >= (3, 12):
     from collections.abc import Buffer as Buffer
@@ -9,7 +9,9 @@ else:
 
 Source: TypeAlias = str | os.PathLike[str] | Buffer
 
+@final
 class AlignedBytes:
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
     @property
     def nbytes(self) -> int: ...
     @property
@@ -19,7 +21,9 @@ class AlignedBytes:
 
 def padded_copy(source: Buffer) -> AlignedBytes: ...
 
+@final
 class Payload:
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
     @property
     def nbytes(self) -> int: ...
     @property

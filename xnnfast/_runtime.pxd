@@ -82,6 +82,7 @@ cdef class Engine:
     cdef readonly dict shapes
     cdef readonly tuple pattern
     cdef list scratch
+
     @staticmethod
     cdef Engine create(object lowered, dict shapes, Pool pool, uint32_t flags, PackedWeights packed, bint planned=*)
     cdef int plan(self) except -1

@@ -9,11 +9,12 @@ cimport cython
 cimport numpy as cnp
 from cpython.buffer cimport PyBUF_READ
 from cpython.memoryview cimport PyMemoryView_FromMemory
-from libc.stdint cimport int8_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t, SIZE_MAX
-from libc.stdlib cimport calloc, free, malloc
-from libc.string cimport memcmp, memcpy, memset
+# Some of these are for the generated lower.pxi alone, which need not be there when this is linted.
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uintptr_t, SIZE_MAX  # no-cython-lint
+from libc.stdlib cimport calloc, free
+from libc.string cimport memcmp, memset
 
-from ._graph cimport Constant, Graph, Node, Value
+from ._graph cimport Graph, Node, Value
 from .includes.xnnpack cimport *
 
 import marshal
@@ -21,7 +22,6 @@ import os
 import re
 import threading
 import time
-import types
 import weakref
 
 import numpy as np
@@ -29,8 +29,8 @@ import numpy as np
 from . import shapes as _shapes
 from .datatypes import DATATYPES
 from .errors import (
-    ArgumentError, BusyError, ClosedError, DtypeError, LimitError, NotFiniteError, OverlapError, ShapeError,
-    UnsupportedError, XnnpackError, status_name, xnnpack_error,
+    ArgumentError, BusyError, ClosedError, DtypeError, NotFiniteError, OverlapError, ShapeError,
+    UnsupportedError, XnnpackError, xnnpack_error,
 )
 from .fuse import fold_affine as _fold_affine
 from .lower import lower
@@ -200,7 +200,8 @@ def empty(shape, dtype="fp32"):
     """
     entry = DATATYPES.get(dtype) if isinstance(dtype, str) else None
     if entry is not None and entry.dtype is None:
-        raise DtypeError(f"{dtype} has no NumPy dtype; its packed form is uint8", expected="a whole-byte datatype", got=dtype)
+        raise DtypeError(f"{dtype} has no NumPy dtype; its packed form is uint8", expected="a whole-byte datatype",
+                         got=dtype)
     kind = entry.dtype if entry is not None else np.dtype(dtype)
     if kind.hasobject:
         raise DtypeError(f"need a numeric dtype, got {kind}", expected="a numeric dtype", got=kind)
@@ -339,7 +340,8 @@ cdef class PackedWeights:
         return True
 
     cdef list export(self):
-        """(seed, looked up, address of kernel, address of bias, packed bytes) of every entry that the first creation made."""
+        """(seed, looked up, address of kernel, address of bias, packed bytes) of every entry that the first creation
+        made."""
         cdef size_t i
         cdef PackedEntry* entry
         cdef list made = []
@@ -629,7 +631,6 @@ cdef class Engine:
         cdef Engine self = Engine.__new__(Engine)
         cdef xnn_subgraph_t subgraph = NULL
         cdef xnn_status status
-        cdef xnn_weights_cache_provider* provider = NULL
         cdef pthreadpool_t threads = NULL if pool is None else pool.pool
         cdef size_t i
         cdef bint broken = False
@@ -674,7 +675,8 @@ cdef class Engine:
                 with packed.acquire():
                     packed.begin()
                     with nogil:
-                        status = xnn_create_runtime_v4(subgraph, &packed.provider, self.workspace, threads, flags | NO_FUSION, &self.rt)
+                        status = xnn_create_runtime_v4(subgraph, &packed.provider, self.workspace, threads,
+                                                       flags | NO_FUSION, &self.rt)
                     broken = packed.state.broken
                     if broken and status == xnn_status_success:
                         xnn_delete_runtime(self.rt)
@@ -688,7 +690,8 @@ cdef class Engine:
                     status = xnn_create_runtime_v4(subgraph, NULL, self.workspace, threads, flags | NO_FUSION, &self.rt)
             if status != xnn_status_success:
                 self.rt = NULL
-                raise xnnpack_error("xnn_create_runtime_v4", status, detail="XNNPACK could not create the operators of the graph")
+                raise xnnpack_error("xnn_create_runtime_v4", status,
+                                    detail="XNNPACK could not create the operators of the graph")
         finally:
             xnn_delete_subgraph(subgraph)
         if planned:
@@ -811,7 +814,9 @@ cdef str describe(object lowered, dict shapes):
     return "input shapes " + ", ".join("x".join(map(str, shapes[id])) or "scalar" for id in lowered.inputs)
 
 
-cdef uint32_t define_value(xnn_subgraph_t subgraph, Value value, tuple shape, external, uint32_t flags, list keep) except? 0xFFFFFFFE:
+cdef uint32_t define_value(
+    xnn_subgraph_t subgraph, Value value, tuple shape, external, uint32_t flags, list keep
+) except? 0xFFFFFFFE:
     cdef size_t dims[MAX_DIMS]
     cdef size_t rank = len(shape), k
     cdef void* data = NULL
@@ -987,7 +992,7 @@ cdef class Runtime:
         self.sizes = <size_t*> calloc(n + 1, sizeof(size_t))
         if self.typenums == NULL or self.ranks == NULL or self.dims == NULL or self.sizes == NULL:
             raise MemoryError
-        for i, value in enumerate((*self.inputs, *self.outputs)):
+        for i in range(len(self.inputs) + len(self.outputs)):
             self.typenums[i] = self.array_dtype(i).num
         self.staging = [None] * n
         self.plans = {}
@@ -1034,7 +1039,8 @@ cdef class Runtime:
             for i, (value, shape) in enumerate(zip(self.inputs, key)):
                 if len(shape) != len(value.shape):
                     raise ShapeError(
-                        f"input {i} (value {value.id}): need rank {len(value.shape)} as in {value.shape}, got shape {shape}",
+                        f"input {i} (value {value.id}): need rank {len(value.shape)} as in {value.shape}, "
+                        f"got shape {shape}",
                         expected=value.shape, got=shape)
             if key == self.declared:
                 # Inferred and measured when the graph was validated.
@@ -1110,7 +1116,8 @@ cdef class Runtime:
             try:
                 array = np.from_dlpack(x)
             except (BufferError, RuntimeError, TypeError) as error:
-                raise DtypeError(f"input {i}: NumPy can't take the array through DLPack: {error}", expected=want) from error
+                raise DtypeError(f"input {i}: NumPy can't take the array through DLPack: {error}",
+                                 expected=want) from error
         else:
             try:
                 array = np.asarray(x)
@@ -1119,7 +1126,8 @@ cdef class Runtime:
                                  got=type(x).__name__) from error
         if array.dtype != want and array.dtype.newbyteorder("=") != want:
             raise DtypeError(
-                f"input {i} (value {self.value_at(i).id}): need dtype {want}, got {array.dtype}", expected=want, got=array.dtype)
+                f"input {i} (value {self.value_at(i).id}): need dtype {want}, got {array.dtype}",
+                expected=want, got=array.dtype)
         return array
 
     cdef cnp.ndarray stage(self, size_t i, object array):
@@ -1342,7 +1350,8 @@ cdef class Runtime:
                 array = bf16_to_f32(array.view(np.uint16))
             if array.dtype.kind == "f" and not np.isfinite(array).all():
                 bad = array[~np.isfinite(array)]
-                raise NotFiniteError(f"{what} {i} holds {bad.size} values that are not finite, the first is {bad.flat[0]}")
+                raise NotFiniteError(f"{what} {i} holds {bad.size} values that are not finite, "
+                                     f"the first is {bad.flat[0]}")
         return 0
 
     def profile(self, *inputs, int rounds=10):
@@ -1367,7 +1376,6 @@ cdef class Runtime:
         ArgumentError, DtypeError, ShapeError, LimitError, BusyError
             As for :meth:`run`.
         """
-        cdef Engine saved = self.engine
         if not xf_try_enter(&self.busy):
             raise BusyError("this runtime is running in another thread; make one Runtime per thread")
         flags, self.flags = self.flags, self.flags | PROFILING
@@ -1393,7 +1401,7 @@ cdef class Runtime:
 
     def _c_loop(self, *inputs, long rounds=1000):
         """Seconds for that many setups and invokes in compiled code: the floor that a call is measured against."""
-        cdef long i
+        cdef long _i
         cdef double start
         cdef xnn_status status = xnn_status_success
         cdef tuple results = self.run(*inputs)
@@ -1402,7 +1410,7 @@ cdef class Runtime:
             engine.bind(self.num_inputs + j, cnp.PyArray_DATA(<cnp.ndarray> results[j]))
         with nogil:
             start = xf_now()
-            for i in range(rounds):
+            for _i in range(rounds):
                 engine.bound = False
                 status = engine.invoke()
                 if status != xnn_status_success:
@@ -1510,7 +1518,8 @@ cdef int release_packed(object lowered) except -1:
                 (packed if place in node.op.packed else kept).add(id)
     for id in packed - kept:
         constant = lowered.values[id].constant
-        if constant is not None and constant.in_place and constant.owner is not None and constant.owner.mapped and constant.nbytes >= 65536:
+        if (constant is not None and constant.in_place and constant.owner is not None and constant.owner.mapped
+                and constant.nbytes >= 65536):
             constant.owner.release(constant.offset, constant.offset + constant.nbytes)
     return 0
 
@@ -1591,7 +1600,7 @@ cdef class Packing:
     cdef Engine engine(self, dict shapes, Pool pool, uint32_t flags, bint planned=True):
         """An engine. The first one opens the cache, or fills it."""
         cdef Engine made
-        cdef bint first, attached = False, read = False
+        cdef bint attached = False, read = False
         cdef size_t misses
         if self.cache is None or self.done:
             misses = self.packed.state.misses

@@ -296,7 +296,7 @@ def _bf16_dtype() -> np.dtype[Any]:
 
 def _pyarrow() -> Any:
     try:
-        import pyarrow  # type: ignore[import-not-found, unused-ignore]
+        import pyarrow
     except ImportError:
         raise UnsupportedError("Arrow and Parquet files need pyarrow, which is not installed: install "
                                "xnnfast[arrow]") from None
@@ -307,7 +307,7 @@ def _open_table(path: str, suffix: str) -> dict[str, Source]:
     pa = _pyarrow()
     try:
         if suffix == ".parquet":
-            import pyarrow.parquet  # type: ignore[import-not-found, unused-ignore]
+            import pyarrow.parquet
 
             file = pyarrow.parquet.ParquetFile(path, memory_map=True)
             schema = file.schema_arrow

@@ -95,7 +95,8 @@ def f32_to_bf16(values: Any) -> np.ndarray:
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1))) >> 16
     # Rounding may carry a NaN's payload away; set its quiet bit instead.
     rounded = np.where(np.isnan(np.atleast_1d(values)), (bits >> 16) | np.uint32(0x40), rounded)
-    return rounded.astype(np.uint16).reshape(values.shape)
+    stored: np.ndarray = rounded.astype(np.uint16).reshape(values.shape)
+    return stored
 
 
 def unpack_int4(packed: np.ndarray, inner: int) -> np.ndarray:
@@ -105,7 +106,8 @@ def unpack_int4(packed: np.ndarray, inner: int) -> np.ndarray:
     """
     packed = np.asarray(packed, np.uint8)
     both = np.stack([packed & 15, packed >> 4], axis=-1).astype(np.int8) - np.int8(8)
-    return both.reshape((*packed.shape[:-1], -1))[..., :inner]
+    rows: np.ndarray = both.reshape((*packed.shape[:-1], -1))
+    return rows[..., :inner]
 
 
 def pack_int4(numbers: Any) -> np.ndarray:
@@ -122,7 +124,7 @@ def pack_int4(numbers: Any) -> np.ndarray:
 def scales_of(quantization: Quantization, shape: Sequence[int]) -> np.ndarray:
     """float32 scales in a shape that broadcasts against ``shape``."""
     if isinstance(quantization, PerTensor):
-        return np.float32(quantization.scale).reshape((1,) * len(shape))
+        return np.full((1,) * len(shape), quantization.scale, np.float32)
     if isinstance(quantization, PerChannel):
         kept = [1] * len(shape)
         kept[quantization.axis] = shape[quantization.axis]

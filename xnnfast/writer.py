@@ -196,7 +196,7 @@ class _Encoder:
 
     def __init__(self, schema_key: str) -> None:
         try:
-            import flatbuffers  # type: ignore[import-untyped]
+            import flatbuffers
             from flatbuffers import number_types
         except ImportError as error:
             raise ImportError("writing a graph needs the package flatbuffers, which reading does not; "

@@ -75,7 +75,8 @@ cdef extern from "xnnpack.h" nogil:
         void* context
         size_t (*look_up)(void* context, const xnn_weights_cache_look_up_key* key) noexcept
         void* (*reserve_space)(void* context, size_t n) noexcept
-        size_t (*look_up_or_insert)(void* context, const xnn_weights_cache_look_up_key* key, void* ptr, size_t size) noexcept
+        size_t (*look_up_or_insert)(
+            void* context, const xnn_weights_cache_look_up_key* key, void* ptr, size_t size) noexcept
         c_bool (*is_finalized)(void* context) noexcept
         void* (*offset_to_addr)(void* context, size_t offset) noexcept
         xnn_status (*delete_cache)(void* context) noexcept

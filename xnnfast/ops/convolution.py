@@ -63,7 +63,7 @@ def _same_padding(node: Any) -> int:
     if attrs["kernel_height"] == attrs["kernel_width"] == 1 and not any(attrs[side] for side in PADDING.split()):
         # XNNPACK takes the flag away from such a convolution; otherwise a stride would make it wrong.
         return 0
-    return node.flags & SAME_PADDING
+    return int(node.flags & SAME_PADDING)
 
 
 def conv2d_shape(node: Any, ins: Shapes) -> list[Shape]:

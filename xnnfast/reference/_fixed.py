@@ -14,7 +14,8 @@ from ._operand import Operand
 
 
 def _ratio(x: Operand, out: Any) -> np.float32:
-    return np.float32(np.float32(x.value.quantization.scale) / np.float32(out.quantization.scale))
+    ratio: np.float32 = np.float32(np.float32(x.value.quantization.scale) / np.float32(out.quantization.scale))
+    return ratio
 
 
 def _stored(numbers: np.ndarray, out: Any) -> np.ndarray:

@@ -171,8 +171,8 @@ def requantize(total: np.ndarray, scale: Any, value: Any, clamp: tuple[float, fl
 def requantization_scale(x: Any, weights: Any, out: Any) -> np.ndarray:
     """float32 ``x * weights / out`` of the scales, in XNNPACK's order; one per output channel if weights have many."""
     quantization = weights.quantization
-    scales = quantization.scale if isinstance(quantization, PerTensor) else quantization.scales
-    return np.float32(x.quantization.scale) * np.asarray(scales, np.float32) / np.float32(out.quantization.scale)
+    scales = np.asarray(quantization.scale if isinstance(quantization, PerTensor) else quantization.scales, np.float32)
+    return np.asarray(np.float32(x.quantization.scale) * scales / np.float32(out.quantization.scale))
 
 
 def rounded_to(operand: Operand, datatype: str) -> np.ndarray:

@@ -77,7 +77,9 @@ def _grouped_product(pixels: np.ndarray, taps: np.ndarray) -> np.ndarray:
 def _by_group(weights: np.ndarray, groups: int) -> np.ndarray:
     """OHWI filter -> (h, w, groups, out, in)."""
     outputs, height, width, inputs = weights.shape
-    return weights.reshape(groups, outputs // groups, height, width, inputs).transpose(2, 3, 0, 1, 4)
+    apart = weights.reshape(groups, outputs // groups, height, width, inputs)
+    grouped: np.ndarray = apart.transpose(2, 3, 0, 1, 4)
+    return grouped
 
 
 def conv2d(node: Any, operands: Operands, outs: Values, shapes: Shapes) -> Results:
