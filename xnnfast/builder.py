@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import numpy as np
@@ -66,9 +67,6 @@ _NAMES: dict[tuple[np.dtype[Any], str], str] = {
     (np.dtype(np.int8), "block"): "qbint4",
     (np.dtype(np.uint8), "block"): "qbint4",
 }
-_BF16 = _datatypes.DATATYPES["bf16"].dtype
-if _BF16 is not None and np.dtype(np.uint16) != _BF16:
-    _NAMES[_BF16, "none"] = "bf16"
 
 _CATEGORIES = {PerTensor: "tensor", PerChannel: "channel", PerBlock: "block", PerToken: "token"}
 _NEED = {"none": "None"} | {category: kind.__name__ for kind, category in _CATEGORIES.items()}
@@ -1003,15 +1001,22 @@ def _native(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return dtype if dtype.isnative else dtype.newbyteorder("=")
 
 
+@cache
+def _all_names() -> dict[tuple[np.dtype[Any], str], str]:
+    """Those of NumPy's own dtypes, and bfloat16 where it exists."""
+    bf16 = _datatypes.DATATYPES["bf16"].dtype
+    return _NAMES if bf16 is None or bf16 == np.uint16 else {**_NAMES, (bf16, "none"): "bf16"}
+
+
 def _constant_datatype(array: Array, datatype: str | None, quantization: Quantization | None) -> str:
     category = _category(quantization)
     dtype = _native(array.dtype)
     if datatype is None:
-        found = _NAMES.get((dtype, category))
+        found = _NAMES.get((dtype, category)) or _all_names().get((dtype, category))
         if found is None:
-            kinds = [kind for known, kind in _NAMES if known == dtype]
+            kinds = [kind for known, kind in _all_names() if known == dtype]
             if not kinds:
-                names = dict.fromkeys(known.name for known, _ in _NAMES)
+                names = dict.fromkeys(known.name for known, _ in _all_names())
                 raise DtypeError(f"need an array of {_or(names)}, found {array.dtype}", expected=tuple(names),
                                  got=array.dtype)
             need = _or(_NEED[kind] for kind in kinds)

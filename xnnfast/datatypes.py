@@ -7,6 +7,7 @@ module that read it: everything else uses the names below, which are XNNPACK's w
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,17 +19,24 @@ class Datatype(NamedTuple):
     name: str
     #: Bits per element in memory.
     bits: int
-    #: NumPy dtype of an array that holds it; 4-bit types are handled as packed ``uint8``.
-    dtype: np.dtype[Any] | None
+    #: The dtype of NumPy's own whose elements are as large and, but for bf16, mean the same; None for 4-bit types.
+    plain: np.dtype[Any] | None
     #: The quantization a value of this type must carry: none, tensor, channel, block or token.
     quantization: str
     #: Lowest and highest stored number of the quantized types.
     low: int = 0
     high: int = 0
 
+    @property
+    def dtype(self) -> np.dtype[Any] | None:
+        """NumPy dtype of an array that holds it; None for 4-bit types, which are handled as packed ``uint8``."""
+        return _bf16() if self.name == "bf16" else self.plain
 
+
+@cache
 def _bf16() -> np.dtype[Any]:
-    # ml_dtypes is optional: without it bfloat16 arrays travel as their 16-bit patterns.
+    # ml_dtypes is optional: without it bfloat16 arrays travel as their 16-bit patterns. It takes longer to import than
+    # this package, so that waits for the first use.
     try:
         import ml_dtypes
     except ImportError:
@@ -42,7 +50,7 @@ DATATYPES: dict[str, Datatype] = {
     for entry in (
         Datatype("fp32", 32, np.dtype(np.float32), "none"),
         Datatype("fp16", 16, np.dtype(np.float16), "none"),
-        Datatype("bf16", 16, _bf16(), "none"),
+        Datatype("bf16", 16, np.dtype(np.uint16), "none"),
         Datatype("int32", 32, np.dtype(np.int32), "none"),
         Datatype("qint8", 8, np.dtype(np.int8), "tensor", -128, 127),
         Datatype("quint8", 8, np.dtype(np.uint8), "tensor", 0, 255),
