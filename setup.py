@@ -18,8 +18,10 @@ from types import ModuleType
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.sdist import sdist
 
 ROOT = Path(__file__).resolve().parent
+XNNPACK = ROOT / "vendor/XNNPACK/build.py"
 DEBUG = os.environ.get("XNNFAST_DEBUG") == "1"
 SANITIZE = os.environ.get("XNNFAST_SANITIZE", "")
 READERS = ["_payload", "_flatbuf", "_graph", "_reader"]
@@ -80,7 +82,7 @@ class Build(build_ext):
             super().finalize_options()
             return
         self._prepared = True
-        native = load("xnnpack_build", ROOT / "vendor/XNNPACK/build.py").ensure()
+        native = load("xnnpack_build", XNNPACK).ensure()
         header = Path(native.include_dirs[0]) / "xnnpack.h"
         load("xnnfast_generate", ROOT / "schema/generate.py").generate(ROOT / "xnnfast/_generated", header=header)
         write_build_info(native.info)
@@ -110,6 +112,21 @@ class Build(build_ext):
         if self.parallel is None:
             self.parallel = os.cpu_count()
 
+    def build_extensions(self) -> None:
+        # A Python that lies in an unusual folder asks for a search path to its own library, which no module of ours
+        # links; in a wheel it would be somebody else's folder.
+        self.compiler.linker_so = [word for word in self.compiler.linker_so if not word.startswith("-Wl,-rpath")]
+        super().build_extensions()
+
+
+class SourceDistribution(sdist):
+    """sdist with the archives of XNNPACK's sources, so that it builds without network."""
+
+    def make_release_tree(self, base_dir: str, files: list[str]) -> None:
+        super().make_release_tree(base_dir, files)
+        native = load("xnnpack_build", XNNPACK)
+        native.fetch_only(Path(base_dir) / native.BUNDLED.relative_to(ROOT))
+
 
 def extensions() -> list[Extension]:
     import numpy
@@ -129,4 +146,4 @@ def extensions() -> list[Extension]:
     return made
 
 
-setup(ext_modules=extensions(), cmdclass={"build_ext": Build})
+setup(ext_modules=extensions(), cmdclass={"build_ext": Build, "sdist": SourceDistribution})

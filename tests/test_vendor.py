@@ -324,7 +324,23 @@ def test_ways_are_tried_in_order_and_may_be_mixed():
 
 
 def test_real_ways_come_in_the_documented_order(tmp_path):
-    assert [way.name for way in build._ways(tmp_path, tmp_path)] == ["folder", "cache", "apt", "git"]
+    assert [way.name for way in build._ways(tmp_path, tmp_path)] == ["folder", "bundled", "cache", "apt", "git"]
+
+
+def test_sources_of_a_source_distribution_are_found(tmp_path, cpuinfo, monkeypatch):
+    pin, archive, _ = cpuinfo
+    monkeypatch.delenv(build.SOURCES_VARIABLE, raising=False)
+    monkeypatch.setattr(build, "BUNDLED", tmp_path / "sources")
+    bundled = build._ways(tmp_path, tmp_path)[1]
+    with pytest.raises(build.Unavailable, match="this is no source distribution"):
+        bundled.obtain([pin])
+    (tmp_path / "sources").mkdir()
+    shutil.copyfile(archive, tmp_path / "sources" / pin.archive)
+    source = build._ways(tmp_path, tmp_path)[1].obtain([pin])
+    assert (source.way, source.path) == ("bundled", tmp_path / "sources" / pin.archive)
+    (tmp_path / "sources" / pin.archive).write_bytes(b"damaged")
+    with pytest.raises(build.BuildError, match="must be"):
+        build._ways(tmp_path, tmp_path)[1].obtain([pin])
 
 
 def test_total_failure_lists_every_component_way_and_remedy():
@@ -632,6 +648,15 @@ def _key(**other):
 )
 def test_key_changes_with_whatever_changes_the_product(other):
     assert _key(**other) != _key()
+
+
+def test_cross_compiler_builds_for_its_own_machine(monkeypatch):
+    monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
+    cross = dataclasses.replace(COMPILER, target="aarch64-linux-gnu")
+    assert (COMPILER.machine, cross.machine) == ("x86_64", "aarch64")
+    assert dataclasses.replace(COMPILER, target="arm64-apple-darwin23.4.0").machine == "x86_64"
+    keys = [build.cache_key(compiler, pin=b"", changes=b"") for compiler in (COMPILER, cross)]
+    assert keys[0] != keys[1]
 
 
 def test_key_does_not_depend_on_where_the_compiler_lies():

@@ -82,6 +82,10 @@ DEBIAN_SUITE = re.compile(
     r"(-updates|-backports|-proposed-updates)?"
 )
 NETWORK_SECONDS = 300
+#: Where the archives lie in a source distribution; a checkout has no such folder.
+BUNDLED = HERE / "sources"
+#: Architectures, by the names that both compilers and Linux use, between which a cross compiler is recognized.
+CROSS = ("x86_64", "aarch64")
 
 
 class BuildError(RuntimeError):
@@ -256,16 +260,21 @@ class Way(Protocol):
 
 
 class FolderWay:
-    """The folder the user names: archives under Debian's file name, or trees named `cpuinfo` or `cpuinfo-<version>`."""
+    """A folder of archives under Debian's file name, or of trees named `cpuinfo` or `cpuinfo-<version>`.
 
-    name = "folder"
+    It is the one that the user names, or the one that comes with a source distribution.
+    """
 
-    def __init__(self, folder: str | None) -> None:
+    def __init__(
+        self, folder: str | None, name: str = "folder", absent: str = f"{SOURCES_VARIABLE} is not set"
+    ) -> None:
         self.folder = Path(folder).expanduser() if folder else None
+        self.name = name
+        self.absent = absent
 
     def obtain(self, alternatives: Sequence[Pin]) -> Source:
         if self.folder is None:
-            raise Unavailable(f"{SOURCES_VARIABLE} is not set")
+            raise Unavailable(self.absent)
         if not self.folder.is_dir():
             raise BuildError(f"{SOURCES_VARIABLE} names {self.folder}, which is not a folder")
         for pin in alternatives:
@@ -660,6 +669,12 @@ class Compiler:
     cxx_version: str
     target: str
 
+    @property
+    def machine(self) -> str:
+        """The architecture compiled for, as ``uname -m`` would call it there."""
+        asked = self.target.partition("-")[0]
+        return asked if asked in CROSS else platform.machine()
+
 
 def find_compiler(environment: Mapping[str, str] = os.environ) -> Compiler:
     """The C and C++ compilers named by CC and CXX, or the first on PATH."""
@@ -753,7 +768,7 @@ def cache_key(
         # The words given in CC may hold options of their own (-m32), so they count beside the version.
         "compiler": [_portable(compiler.c), compiler.c_version, _portable(compiler.cxx), compiler.cxx_version],
         "target": compiler.target,
-        "machine": machine or f"{platform.system()} {platform.machine()}",
+        "machine": machine or f"{platform.system()} {compiler.machine}",
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:20]
 
@@ -912,6 +927,7 @@ def _ways(cache: Path, scratch: Path) -> list[Way]:
     downloads = cache / "downloads"
     return [
         FolderWay(os.environ.get(SOURCES_VARIABLE)),
+        FolderWay(str(BUNDLED) if BUNDLED.is_dir() else None, "bundled", "this is no source distribution"),
         CacheWay(downloads),
         AptWay(downloads, scratch),
         GitWay(downloads, scratch),
@@ -961,6 +977,9 @@ def _build(compiler: Compiler, key: str, cache: Path, work: Path, jobs: int, say
         "CMAKE_MAKE_PROGRAM": ninja,
         "Python_EXECUTABLE": sys.executable,
     }
+    if compiler.machine != platform.machine():
+        # CMake takes a compiler for a native one unless told the system; XNNPACK chooses kernels by the processor.
+        options.update(CMAKE_SYSTEM_NAME=platform.system(), CMAKE_SYSTEM_PROCESSOR=compiler.machine)
     # Flags and CMake settings of the surroundings would change the product behind the key's back.
     environment = {
         name: value
@@ -1048,7 +1067,7 @@ def _collect(
         "changes": [dataclasses.asdict(change) for change in applied],
         "own": list(own),
         "compiler": {"c": compiler.c_version, "cxx": compiler.cxx_version, "target": compiler.target},
-        "machine": platform.machine(),
+        "machine": compiler.machine,
         "options": CMAKE_OPTIONS,
         "flags": [*FLAGS, "-ffile-prefix-map"],
         "families": families,
