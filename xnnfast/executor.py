@@ -443,7 +443,7 @@ class Executor:
     def _key(self, variant: tuple[Any, ...]) -> tuple[Any, ...]:
         return self._flags, self.workers, variant
 
-    def _probe(self, crew: Crew, jobs: list[Any], variant: tuple[Any, ...], total: int) -> int:
+    def _probe(self, crew: Crew | StepCrew, jobs: list[Any], variant: tuple[Any, ...], total: int) -> int:
         """Try sizes on the batch at hand, whose results count; how many samples that took."""
         self._run.caches.setdefault("micro_batch", {})[self._key(variant)] = self._tuner
         tuner, done, begun = self._tuner, 0, time.perf_counter()
@@ -494,7 +494,7 @@ class Executor:
 
     # ---- arrays
 
-    def _request(self, crew: Crew, arrays: tuple[Any, ...], out: Sequence[Array] | None = None,
+    def _request(self, crew: Crew | StepCrew, arrays: tuple[Any, ...], out: Sequence[Array] | None = None,
                  index: int | None = None) -> _Request:
         """The arrays of a call, checked, with arrays for its results."""
         if len(arrays) != len(self.inputs):
@@ -554,7 +554,7 @@ class Executor:
                              expected=declared, got=array.shape)
         return array
 
-    def _checked_out(self, crew: Crew, out: Sequence[Array], variant: tuple[Any, ...], rows: int,
+    def _checked_out(self, crew: Crew | StepCrew, out: Sequence[Array], variant: tuple[Any, ...], rows: int,
                      inputs: list[Array]) -> Arrays:
         if not isinstance(out, (list, tuple)) or len(out) != len(self.outputs):
             found = f"{len(out)} of them" if isinstance(out, (list, tuple)) else type(out).__name__
