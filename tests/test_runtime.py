@@ -7,6 +7,7 @@ import gc
 import mmap
 import os
 import pickle
+import platform
 import threading
 import weakref
 
@@ -398,7 +399,9 @@ def test_check_finite_finds_what_kernels_hide():
     x = b.input((1, 2))
     b.output(b.fully_connected(x, np.ones((2, 2), F), clamp=(0, 6)))
     x = np.full((1, 2), np.nan, F)
-    assert np.isfinite(Runtime(b.graph()).run(x)[0]).all()
+    # Maximum and minimum of Arm hand a NaN on, those of x86 take the other operand.
+    hidden = np.isfinite(Runtime(b.graph()).run(x)[0])
+    assert hidden.all() if platform.machine() == "x86_64" else not hidden.any()
     with pytest.raises(NotFiniteError, match="input 0 holds 2 values"):
         Runtime(b.graph(), check_finite=True).run(x)
 
