@@ -47,10 +47,11 @@ def main() -> None:
     print(f"digits: {right} of {len(answers)} right")
 
     if chosen.images:
-        # Two actors with a CPU each, over a folder of Parquet shards.
+        # Two actors with a CPU each, over a folder of Parquet shards. They keep their CPUs: with no third one, reading
+        # has to come first.
         shape = shards.sample_shape(chosen.model)
         images = shards.write_shards(chosen.out / "shards", shape, chosen.images)
-        scored = ray.data.read_parquet(str(images)).map_batches(
+        scored = ray.data.read_parquet(str(images)).materialize().map_batches(
             Predictor, fn_constructor_args=[str(chosen.model)], fn_constructor_kwargs={"inputs": "image",
             "outputs": "logits", "weights_cache": str(chosen.out / "packed/")}, num_cpus=1,
             compute=ray.data.ActorPoolStrategy(size=2), batch_size=8)  # fmt: skip
