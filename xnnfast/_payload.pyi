@@ -1,6 +1,6 @@
 import os
 import sys
-from typing import Protocol, TypeAlias, final
+from typing import Any, Protocol, TypeAlias, final
 
 if sys.version_info >= (3, 12):
     from collections.abc import Buffer as Buffer
@@ -24,6 +24,8 @@ def padded_copy(source: Buffer) -> AlignedBytes: ...
 @final
 class Payload:
     def __init__(self, *args: object, **kwargs: object) -> None: ...
+    def __copy__(self) -> Payload: ...
+    def __deepcopy__(self, memo: Any) -> Payload: ...
     @property
     def nbytes(self) -> int: ...
     @property
