@@ -16,6 +16,7 @@ import pytest
 
 import xnnfast
 from xnnfast.bench import compare, environment, measure, record, stats, worker
+from xnnfast.bench.profile import profile
 from xnnfast.builder import GraphBuilder
 from xnnfast.errors import ArgumentError, FormatError
 
@@ -380,6 +381,23 @@ def test_a_missing_model_is_told_before_others_are_measured(tmp_path, monkeypatc
     monkeypatch.setattr(measure, "_measure_once", lambda *rest: pytest.fail("measured"))
     with pytest.raises(FileNotFoundError):
         measure.bench([mlp(tmp_path / "a.xnn"), tmp_path / "none.xnn"])
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_weights_cache_is_used_by_every_process(workers, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = mlp(tmp_path / "a.xnn")
+    settings = measure.Settings(processes=2, seconds=0.01, warm_up=0.0, weights_cache=str(tmp_path / "kept"))
+    found = measure.bench([path], workers=[workers], settings=settings)
+    assert found["models"][0]["results"][0]["error"] is None
+    runtime = xnnfast.Runtime(xnnfast.load(path), weights_cache=tmp_path / "kept")
+    assert runtime.weights_cache == "hit"
+    # Starting from packed weights is not like packing them.
+    plain = measure.bench([path], workers=[workers], settings=measure.Settings(processes=2, seconds=0.01, warm_up=0.0))
+    reasons = record.unlike(found, plain)
+    assert any("use of a weights cache differ" in reason for reason in reasons), reasons
+    assert not record.unlike(found, plain, frozenset(["weights_cache"]))
+    assert profile(path, seconds=0.01, with_roof=False, weights_cache=str(tmp_path / "kept"))["nodes"]
 
 
 def test_cpus_that_are_not_allowed_are_refused():

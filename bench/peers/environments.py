@@ -1,6 +1,6 @@
 """Environments of the peers, each by itself: two of them in one process would share libraries and thread pools.
 
-    python bench/peers/environments.py [NAME ...]           make those that are missing; without names: all but torch
+    python bench/peers/environments.py [NAME ...]           make those that are missing; without names: all
 
 They are kept in $XNNFAST_PEERS, or in the user's cache folder. XNNFAST_PEER_<NAME> names a Python to use instead.
 """
@@ -20,12 +20,13 @@ PEERS = {
     "litert": ("ai-edge-litert>=2.3", "numpy"),
     "executorch_numpy": ("executorch-numpy-runtime==1.4.0", "numpy"),
     "executorch": ("executorch==1.5.1", "torch", "numpy"),
+    # After executorch, which brings it.
     "torch": ("torch", "numpy"),
 }
 #: Oldest Python that a peer has wheels for, where it is not that of this package.
 NEEDS = {"executorch_numpy": (3, 12)}
-#: Large, and not needed for the table.
-OPTIONAL = frozenset(("torch",))
+#: Whose environment does as well, if there is none of its own.
+SHARES = {"torch": "executorch"}
 
 
 def folder() -> Path:
@@ -40,7 +41,9 @@ def python_of(name: str) -> Path | None:
     if given:
         return Path(given)
     path = folder() / name / "bin/python"
-    return path if (folder() / name / "installed").exists() else None
+    if (folder() / name / "installed").exists():
+        return path
+    return python_of(SHARES[name]) if name in SHARES else None
 
 
 def base_of(name: str) -> str:
@@ -70,7 +73,7 @@ def make(name: str) -> Path:
 
 
 def main() -> int:
-    names = sys.argv[1:] or [name for name in PEERS if name not in OPTIONAL]
+    names = sys.argv[1:] or list(PEERS)
     failed = 0
     for name in names:
         if name not in PEERS:

@@ -134,7 +134,15 @@ def litert(job):
     return load
 
 
-PEERS = {f.__name__: f for f in (xnnfast, executorch, executorch_numpy, onnxruntime, openvino, litert)}
+def torch(job):
+    import torch
+    from torch_export import program
+
+    torch.set_num_threads(job["threads"])
+    return lambda: program(job["model"])
+
+
+PEERS = {f.__name__: f for f in (torch, xnnfast, executorch, executorch_numpy, onnxruntime, openvino, litert)}
 
 
 def main():

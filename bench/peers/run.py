@@ -34,12 +34,13 @@ import environments  # noqa: E402
 import onnx_export  # noqa: E402
 import pte_export  # noqa: E402
 import tflite_export  # noqa: E402
+import torch_export  # noqa: E402
 
 import xnnfast  # noqa: E402
 
 NAMES = {
     "xnnfast": "xnnfast", "litert": "LiteRT", "executorch": "ExecuTorch", "executorch_numpy": "ExecuTorch (NumPy)",
-    "onnxruntime": "ONNX Runtime", "openvino": "OpenVINO (fp32)",
+    "onnxruntime": "ONNX Runtime", "openvino": "OpenVINO (fp32)", "torch": "PyTorch",
 }  # fmt: skip
 #: Name -> what it is made of: a program in the shared folder, or a list of layers and its precision.
 MODELS: dict[str, tuple[str, str]] = {
@@ -94,14 +95,20 @@ class Case:
                 self.files[peer] = program
             self.input = cases.example(source, precision=precision)
         self.first = False
-        for peer, export in (("onnxruntime", self._onnx), ("litert", lambda path: self._tflite(path, site))):
+        for peer, export, suffix in (
+            ("onnxruntime", self._onnx, "onnx"),
+            ("litert", lambda path: self._tflite(path, site), "tflite"),
+            ("torch", lambda path: torch_export.export(self.graph, path), "npz"),
+        ):
             if self.graph is None:
                 self.missing[peer] = "the program is more than one graph"
                 continue
-            path = folder / f"model.{'onnx' if peer == 'onnxruntime' else 'tflite'}"
+            path = folder / f"model.{suffix}"
             try:
                 export(path)
-            except (onnx_export.Unknown, tflite_export.Unknown, FileNotFoundError) as reason:
+            except (
+                onnx_export.Unknown, tflite_export.Unknown, torch_export.Unknown, FileNotFoundError,
+            ) as reason:  # fmt: skip
                 self.missing[peer] = str(reason)
             else:
                 self.files[peer] = path
@@ -309,7 +316,7 @@ def opening(rows: list[dict[str, Any]], peers: list[str]) -> list[str]:
 
 COLOURS = {
     "xnnfast": "#3b76c4", "litert": "#e08a1e", "executorch": "#c2476b", "executorch_numpy": "#b05fb3",
-    "onnxruntime": "#2a9d6f", "openvino": "#8a8f98",
+    "onnxruntime": "#2a9d6f", "openvino": "#8a8f98", "torch": "#8b5a2b",
 }  # fmt: skip
 
 

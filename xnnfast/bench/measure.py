@@ -176,14 +176,20 @@ class Subject:
         return str(self.facts["kind"])
 
 
-def subject(model: str | os.PathLike[str], build: Build | None = None, method: str | None = None) -> Subject:
+def subject(
+    model: str | os.PathLike[str],
+    build: Build | None = None,
+    method: str | None = None,
+    weights_cache: bool | str | None = None,
+) -> Subject:
     build = build or Build.own()
     path = os.path.abspath(os.fspath(model))
     # Named by the caller's own words where it can't be opened.
     with open(model, "rb"):
         pass
     facts = ask(build, {"probe": True, "model": path, "method": method})
-    return Subject(path, build, facts, facts["method"])
+    options = {} if weights_cache is None else {"weights_cache": weights_cache}
+    return Subject(path, build, facts, facts["method"], options)
 
 
 def file_sha256(path: str | os.PathLike[str]) -> str:
@@ -374,6 +380,8 @@ class Settings:
     cold: bool = False
     #: CPUs that workers are bound to.
     cpus: list[int] | None = None
+    #: As for Runtime; processes run in folders of their own, so that a path has to be absolute.
+    weights_cache: bool | str | None = None
 
 
 def configs(facts: Facts, batches: Sequence[int], threads: Sequence[int], workers: Sequence[int]) -> list[Config]:
@@ -440,7 +448,7 @@ def bench(
         prepared: list[tuple[Subject, Inputs, list[Facts]]] = []
         # What is wrong with a model or a file is said before anything takes time.
         for number, model in enumerate(models):
-            target = subject(model, build, method)
+            target = subject(model, build, method, settings.weights_cache)
             place = os.path.join(folder, str(number))
             os.mkdir(place)
             data = Inputs(place, target.facts, settings.seed, inputs)

@@ -42,6 +42,7 @@ def profile(
     seed: int = 0,
     inputs: Sequence[str | os.PathLike[str]] = (),
     method: str | None = None,
+    weights_cache: bool | str | None = None,
     roof_again: bool = False,
     with_roof: bool = True,
 ) -> Facts:
@@ -61,9 +62,9 @@ def profile(
     except UnsupportedError:
         if batch is not None:
             raise ArgumentError("the batch of a program can't be chosen; leave it out") from None
-        nodes, total, used = _of_program(model, threads, rounds, seconds, seed, given, method, notes)
+        nodes, total, used = _of_program(model, threads, rounds, seconds, seed, given, method, notes, weights_cache)
     else:
-        nodes, total, used = _of_graph(graph, threads, batch, rounds, seconds, seed, given)
+        nodes, total, used = _of_graph(graph, threads, batch, rounds, seconds, seed, given, weights_cache)
     roof_facts = roofline(threads, again=roof_again) if with_roof else None
     for node in nodes:
         _rate(node, roof_facts)
@@ -113,6 +114,7 @@ def _of_graph(
     seconds: float,
     seed: int,
     given: Sequence[Array],
+    weights_cache: bool | str | None,
 ) -> tuple[list[Facts], float, int]:
     from .._runtime import Runtime
     from .worker import batched
@@ -129,7 +131,7 @@ def _of_graph(
             assert batch is None or place not in places or value.shape
             shape = (batch, *value.shape[1:]) if batch is not None and place in places else value.shape
             arrays.append(_typed(random_array(str(value.dtype), shape, (seed, place)), value.dtype))
-    with Runtime(graph, threads=threads) as runtime:
+    with Runtime(graph, threads=threads, weights_cache=weights_cache) as runtime:
         call = _timed(lambda: runtime.run(*arrays), seconds / 4)
         return _nodes_of(runtime, arrays, rounds, seconds, call), call, _used(rounds, seconds, call)
 
@@ -220,11 +222,12 @@ def _of_program(
     given: Sequence[Array],
     method: str | None,
     notes: list[str],
+    weights_cache: bool | str | None,
 ) -> tuple[list[Facts], float, int]:
     """The nodes of all graphs of a program, and between them what NumPy does."""
     from ..program import GraphStep, NoStep, Program
 
-    with Program(model, threads=threads) as program:
+    with Program(model, threads=threads, weights_cache=weights_cache) as program:
         name = method or ("forward" if "forward" in program.methods else program.methods[0])
         ports = program.inputs(name)
         if given and len(given) != len(ports):

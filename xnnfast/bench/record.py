@@ -39,6 +39,7 @@ LIKENESS = {
     "affinity": ("bound CPUs", lambda r: r["settings"]["cpus"]),
     "variables": ("XNNFAST_ variables", lambda r: r["environment"]["variables"]),
     "cold": ("cold files", lambda r: r["settings"]["cold"]),
+    "weights_cache": ("use of a weights cache", lambda r: r["settings"].get("weights_cache") not in (None, False)),
 }
 MODEL_LIKENESS = {
     "graph": ("the graph (sha256 of the file)", lambda m: m["sha256"]),

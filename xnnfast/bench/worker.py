@@ -159,6 +159,7 @@ class Opened:
         self.times: dict[str, float]
         self.xnnfast = job["xnnfast"]
         path, threads, workers = job["model"], job.get("threads", 1), job.get("workers", 1)
+        options = job.get("options") or {}
         self.method = job.get("method")
         self.times = {}
         self.engine = self.program = None
@@ -175,7 +176,7 @@ class Opened:
             self.kind = "program"
             if workers > 1:
                 raise self.xnnfast.ArgumentError("need one worker for a program of several parts")
-            self.program = self.xnnfast.Program(path, threads=threads)
+            self.program = self.xnnfast.Program(path, threads=threads, **options)
             self.method = self.method or self.default_method()
             self.times["load"] = CLOCK() - start
             start = CLOCK()
@@ -189,7 +190,6 @@ class Opened:
         self.inputs = self.graph.inputs
         self.times["load"] = CLOCK() - start
         start = CLOCK()
-        options = job.get("options") or {}
         if workers > 1 or job.get("engine") == "executor":
             from xnnfast.executor import Executor
 

@@ -7,6 +7,7 @@ verdict: 0 same or faster, 1 slower, 3 ambiguous, 4 invalid.
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Sequence
 from enum import Enum
@@ -17,7 +18,7 @@ import typer
 
 from ..bench import stats
 from ..errors import XnnfastError
-from .commands import CommandError, Json, _print_json, app
+from .commands import Cache, CommandError, Json, _print_json, app, cache_place
 
 Input = Annotated[
     list[Path] | None,
@@ -65,6 +66,12 @@ def _check(places: Sequence[Path | None], **numbers: float | None) -> None:
             record.check_writable(place)
 
 
+def _kept(cache: str | None) -> bool | str | None:
+    """The weights cache for processes that run in other folders."""
+    place = cache_place(cache)
+    return os.path.abspath(place) if isinstance(place, str) else place
+
+
 def _pool(threads: int, workers: int = 1) -> None:
     if threads * workers > MOST_THREADS:
         raise CommandError(f"need at most {MOST_THREADS} threads in all, got {workers} x {threads}")
@@ -100,6 +107,7 @@ def bench(
     method: Method = None,
     cold: Annotated[bool, typer.Option(help="Drop the file from the page cache before each opening.")] = False,
     cpus: Cpus = None,
+    cache: Cache = None,
     nodes: Annotated[bool, typer.Option("--nodes", help="Profile the nodes as well (see profile).")] = False,
     save: Annotated[
         Path | None, typer.Option("--save", "-s", metavar="FILE.json", help="Keep the record for compare.")
@@ -128,6 +136,7 @@ def bench(
                 seed=seed,
                 cold=cold,
                 cpus=_numbers(cpus, "--cpus", 0) or None,
+                weights_cache=_kept(cache),
             ),
             inputs=inputs or (),
             method=method,
@@ -140,7 +149,9 @@ def bench(
 
         for path, model in zip(models, facts["models"]):
             try:
-                model["profile"] = profile_model(path, seed=seed, inputs=inputs or (), method=method)
+                model["profile"] = profile_model(
+                    path, seed=seed, inputs=inputs or (), method=method, weights_cache=_kept(cache)
+                )
             except XnnfastError as error:
                 # What was measured is there all the same.
                 model["profile"] = None
@@ -208,6 +219,7 @@ def compare(
     seed: Seed = 0,
     method: Method = None,
     cpus: Cpus = None,
+    cache: Cache = None,
     save: Annotated[
         Path | None, typer.Option("--save", "-s", metavar="FILE.json", help="Keep verdicts and samples.")
     ] = None,
@@ -241,10 +253,10 @@ def compare(
         try:
             if models:
                 builds = [measure.Build.at(str(each)) for each in (a, b)]
-                sides = [[measure.subject(model, build, method) for build in builds] for model in models]
+                sides = [[measure.subject(model, build, method, _kept(cache)) for build in builds] for model in models]
                 labels = [str(model) for model in models]
             else:
-                sides = [[measure.subject(each, None, method) for each in (a, b)]]
+                sides = [[measure.subject(each, None, method, _kept(cache)) for each in (a, b)]]
                 labels = [f"{a} against {b}"]
             pairs = [
                 comparing.pair_of(label, *side, batch=batch, threads=threads, workers=workers)
@@ -294,6 +306,7 @@ def profile(
     inputs: Input = None,
     seed: Seed = 0,
     method: Method = None,
+    cache: Cache = None,
     save: Annotated[Path | None, typer.Option("--save", "-s", metavar="FILE.json", help="Keep the profile.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -315,6 +328,7 @@ def profile(
             seed=seed,
             inputs=inputs or (),
             method=method,
+            weights_cache=_kept(cache),
             roof_again=roofline,
             with_roof=not no_roofline,
         )
