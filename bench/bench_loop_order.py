@@ -1,18 +1,26 @@
 """Order of the loops of matrix products: XNNPACK's against the one chosen, in one process and interleaved.
 
     python bench/bench_loop_order.py [--rounds 15] [--threads 1] [--only NAME] [--blocks 262144 …] [--model FILE …]
+                                     [--executorch]
 
 Every row runs one and the same runtime under each setting in turn, and outputs are compared bit by bit. With one thread
 the times are the thread's own processor time, which others on the machine disturb least; with several, wall time.
-Beside the median stands the lower quartile.
+Beside the median stands the lower quartile. ``--executorch`` gives every row to ExecuTorch as well, whose XNNPACK is a
+newer one: the same graph in a program, in a process of its own that takes its turns; all times are wall times then.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -111,27 +119,88 @@ CASES: dict[str, Callable[[], Graph]] = {
 }
 
 
-def measure(graph: Graph, settings: list[int], rounds: int, threads: int) -> tuple[list[list[float]], bool]:
-    """Milliseconds per setting, and whether all gave the same bits."""
+class ExecuTorch:
+    """A process that runs a graph as a program whenever it is told to."""
+
+    def __init__(self, graph: Graph, array: np.ndarray, threads: int) -> None:
+        peers = Path(__file__).resolve().parent / "peers"
+        sys.path.insert(0, str(peers))
+        import environments
+        import pte_export
+
+        self.folder = tempfile.TemporaryDirectory()
+        place = Path(self.folder.name)
+        pte_export.export(graph, place / "model.pte")
+        np.save(place / "x.npy", array)
+        self.output = place / "y.npz"
+        rows = len(array)
+        job = {"peer": "executorch", "model": str(place / "model.pte"), "inputs": [str(place / "x.npy")],
+               "range": [0, rows], "batch": rows, "threads": threads, "output": str(self.output)}  # fmt: skip
+        self.child = subprocess.Popen(
+            [str(environments.make("executorch")), str(peers / "peer.py"), json.dumps(job)], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)  # fmt: skip
+        self.hear("ready")
+
+    def hear(self, word: str) -> None:
+        assert self.child.stdout is not None
+        if self.child.stdout.readline().strip() != word:
+            raise ChildProcessError("ExecuTorch gave up")
+
+    def say(self, word: str, answer: str) -> None:
+        assert self.child.stdin is not None
+        self.child.stdin.write(word + "\n")
+        self.child.stdin.flush()
+        self.hear(answer)
+
+    def result(self) -> np.ndarray:
+        self.say("save", "saved")
+        with np.load(self.output) as file:
+            return np.array(file["arr_0"])
+
+    def close(self) -> None:
+        self.child.kill()
+        self.child.communicate()
+        self.folder.cleanup()
+
+
+def measure(
+    graph: Graph, settings: list[int], rounds: int, threads: int, beside: bool
+) -> tuple[list[list[float]], bool]:
+    """Milliseconds per setting, those of ExecuTorch behind them if it is asked for, and whether all of ours gave the
+    same bits."""
     rng = np.random.default_rng(1)
     arrays = []
     for value in graph.inputs:
         if value.datatype not in ("fp32", "fp16"):
             raise SystemExit(f"need a graph of fp32 or fp16 inputs, found {value.datatype}")
         arrays.append(rng.standard_normal(value.shape, F).astype(value.dtype))
-    times: list[list[float]] = [[] for _ in settings]
+    times: list[list[float]] = [[] for _ in range(len(settings) + beside)]
     results = []
-    clock = time.thread_time if threads == 1 else time.perf_counter
-    with Runtime(graph, threads=threads) as runtime:
+    clock = time.thread_time if threads == 1 and not beside else time.perf_counter
+    with Runtime(graph, threads=threads) as runtime, contextlib.ExitStack() as stack:
+        other = None
+        if beside:
+            try:
+                other = ExecuTorch(graph, arrays[0], threads)
+                stack.callback(other.close)
+            except ChildProcessError:
+                # It can't run every graph.
+                times[-1] = [float("nan")]
         for setting in settings:
             loop_order(setting)
             results.append([y.tobytes() for y in runtime.run(*arrays)])
         for _ in range(rounds):
-            for setting, column in zip(settings, times, strict=True):
+            for setting, column in zip(settings, times):
                 loop_order(setting)
                 start = clock()
                 runtime.run(*arrays)
                 column.append((clock() - start) * 1e3)
+            if other is not None:
+                start = clock()
+                other.say("go", "done")
+                times[-1].append((clock() - start) * 1e3)
+        if other is not None:
+            np.testing.assert_allclose(other.result(), runtime.run(*arrays)[0], rtol=1e-3, atol=1e-3)
     return times, all(result == results[0] for result in results)
 
 
@@ -142,6 +211,7 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="NAME", help="rows whose name contains this")
     parser.add_argument("--blocks", type=int, nargs="*", default=[], metavar="BYTES", help="fixed block sizes, too")
     parser.add_argument("--model", nargs="*", default=[], metavar="FILE", help="graph files as further rows")
+    parser.add_argument("--executorch", action="store_true", help="beside ExecuTorch (see bench/peers)")
     chosen = parser.parse_args()
     settings = [0, 1, *chosen.blocks]
     cases = {name: make for name, make in CASES.items() if chosen.only in name}
@@ -149,13 +219,16 @@ def main() -> None:
     facts = xnnfast.config()
     print(f"isa {facts['isa'][-1]}, cache {facts['l2_bytes'] >> 10} KiB, {chosen.threads} thread(s), "
           f"{chosen.rounds} rounds; median (lower quartile) in ms")  # fmt: skip
-    print("| work | XNNPACK's order | chosen order | gain |" + "".join(f" {b >> 10} KiB |" for b in chosen.blocks))
-    print("|---|---|---|---|" + "---|" * len(chosen.blocks))
+    print("| work | XNNPACK's order | chosen order | gain |" + "".join(f" {b >> 10} KiB |" for b in chosen.blocks)
+          + " ExecuTorch | it over us |" * chosen.executorch)  # fmt: skip
+    print("|---|---|---|---|" + "---|" * (len(chosen.blocks) + 2 * chosen.executorch))
     for name, make in cases.items():
-        times, same = measure(make(), settings, chosen.rounds, chosen.threads)
+        times, same = measure(make(), settings, chosen.rounds, chosen.threads, chosen.executorch)
         medians = [statistics.median(column) for column in times]
         quartiles = [sorted(column)[len(column) // 4] for column in times]
         cells = [f"{m:.2f} ({q:.2f})" for m, q in zip(medians, quartiles, strict=True)]
+        if chosen.executorch:
+            cells.append(f"{medians[-1] / medians[1]:.2f} ({quartiles[-1] / quartiles[1]:.2f})")
         gain = f"{medians[0] / medians[1]:.2f} ({quartiles[0] / quartiles[1]:.2f})"
         print(
             f"| {name} | {' | '.join([*cells[:2], gain, *cells[2:]])} |{'' if same else ' OUTPUTS DIFFER'}", flush=True
