@@ -200,7 +200,9 @@ def measure(
                 other.say("go", "done")
                 times[-1].append((clock() - start) * 1e3)
         if other is not None:
-            np.testing.assert_allclose(other.result(), runtime.run(*arrays)[0], rtol=1e-3, atol=1e-3)
+            # Dynamic quantization may round to another number there.
+            want = runtime.run(*arrays)[0]
+            assert np.abs(other.result() - want).max() <= 0.01 * np.abs(want).max()
     return times, all(result == results[0] for result in results)
 
 
