@@ -6,8 +6,8 @@ Rounds alternate: Executor, engine, Executor, engine, ... The figure is the medi
 to Executor; below 1 the engine is slower. Both read the same images: the Executor arrays in memory, in batches as
 large as the engine's; Ray blocks in its shared memory; Spark a folder of Parquet shards, through its JVM and Arrow.
 
-ray-node   one actor with all CPUs; ray-cpu one actor for each CPU. The rate is that after the first block has come
-           back: what it takes to start actors, printed beside it, is paid once.
+ray-node   one actor with all CPUs; ray-cpu one actor for each CPU. The rate is that after as many blocks have come
+           back as there are actors: what it takes to start them, printed beside it, is paid once.
 spark      predict_batch_udf in a Python worker for each CPU, which the first, uncounted, round starts.
 
 Results are compared with the Executor's in every round.
@@ -84,23 +84,27 @@ def on_ray(model: Path, images: np.ndarray, count: int, want: np.ndarray) -> Run
     for at in range(0, DIFFERENT, BLOCK):
         cells = ArrowTensorArray.from_numpy(images[at : at + BLOCK])
         blocks.append(ray.put(pa.table({"id": np.arange(at, at + BLOCK), "image": cells})))
-    refs = [blocks[number % len(blocks)] for number in range(max(3, count // BLOCK))]
 
     def rate(actors: int) -> tuple[float, float]:
+        # Two blocks for each actor at least: its first and one that counts.
+        refs = [blocks[number % len(blocks)] for number in range(max(2 * actors, count // BLOCK))]
         scored = ray.data.from_arrow_refs(refs).map_batches(
             xnnfast.ray.Predictor, fn_constructor_args=[str(model), "image", "logits"], batch_format="pyarrow",
             batch_size=None, num_cpus=cpus // actors, compute=ray.data.ActorPoolStrategy(size=actors))
         begun = time.perf_counter()
-        first, rows, before = None, 0, 0
-        for batch in scored.iter_batches(batch_size=None):
+        first = ready = begun
+        rows = before = 0
+        for number, batch in enumerate(scored.iter_batches(batch_size=None), 1):
             rows += len(batch["id"])
-            if first is None:
-                first, before = time.perf_counter(), rows
+            if number == 1:
+                first = time.perf_counter()
+            # Actors at work side by side: with the first block, the others' are almost done too.
+            if number == actors:
+                ready, before = time.perf_counter(), rows
             check(batch["logits"], want[batch["id"]], "ray")
         if rows != len(refs) * BLOCK:
             sys.exit(f"ray: need {len(refs) * BLOCK} rows, found {rows}")
-        assert first is not None
-        return (rows - before) / (time.perf_counter() - first), first - begun
+        return (rows - before) / (time.perf_counter() - ready), first - begun
 
     yield "ray-node", lambda: rate(1)
     if cpus > 1:

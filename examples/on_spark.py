@@ -9,9 +9,7 @@ Status 1 if a row is missing or differs from what Executor.run gives for it.
 from __future__ import annotations
 
 import os
-import signal
 import sys
-from pathlib import Path
 
 import numpy as np
 import shards
@@ -31,12 +29,7 @@ def dies_once(fn: xnnfast.spark.PredictFn, mark: str):
             nonlocal calls
             calls += 1
             if calls == 3:
-                try:
-                    os.close(os.open(mark, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-                except FileExistsError:
-                    pass
-                else:
-                    os.kill(os.getpid(), signal.SIGKILL)
+                shards.end_once(mark)
             return predict(batch)
 
         return run
@@ -70,14 +63,13 @@ def main() -> None:
         shape = shards.sample_shape(chosen.model)
         images = shards.write_shards(chosen.out / "shards", shape, chosen.images)
         fn = xnnfast.spark.predict_fn(chosen.model, weights_cache=str(chosen.out / "packed/"))
-        mark = Path(chosen.out / "killed")
+        mark = chosen.out / "killed"
         mark.unlink(missing_ok=True)
         predict = predict_batch_udf(dies_once(fn, str(mark)), batch_size=4, **fn.spec)
         # Images are large, and Spark hands over so many rows at a time.
         spark.conf.set("spark.sql.execution.arrow.maxRecordsPerBatch", "16")
         rows = spark.read.parquet(str(images)).select("id", predict("image").alias("logits")).collect()
-        if chosen.images >= 48 and not mark.exists():
-            raise SystemExit("mobilenet: no worker was killed")
+        shards.tell_killed("mobilenet", mark, expected=chosen.images >= 48)
         if len({row.id for row in rows}) != len(rows):
             raise SystemExit("mobilenet: a row came twice")
         shards.compare("mobilenet", chosen.model, shards.read_shards(images, shape),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -93,8 +94,18 @@ def compare(what: str, model: Path, images: np.ndarray, found: dict[int, np.ndar
     print(f"{what}: {len(images)} rows, all as Executor.run gives them")
 
 
-def end(pid: int) -> None:
-    """End a worker without a word to it."""
-    if pid == os.getpid():
-        sys.exit("the worker that was to be killed is this process")
-    os.kill(pid, 9)
+def end_once(mark: str) -> None:
+    """End this process without a word, unless the file of that name tells that it has been done."""
+    try:
+        os.write(os.open(mark, os.O_CREAT | os.O_EXCL | os.O_WRONLY), str(os.getpid()).encode())
+    except FileExistsError:
+        return
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def tell_killed(what: str, mark: Path, expected: bool) -> None:
+    """Which worker was killed. None is an error where the images were enough for it."""
+    if mark.exists():
+        print(f"{what}: the worker with pid {mark.read_text()} was killed in between")
+    elif expected:
+        sys.exit(f"{what}: no worker was killed")
