@@ -57,9 +57,10 @@ test: $(VENV)/.test
 docs: $(VENV)/.docs
 	cd $(VENV) && NO_MKDOCS_2_WARNING=1 bin/mkdocs build -f $(CURDIR)/mkdocs.yml
 
-# Engines are large, and some hold back other packages: an environment of their own.
+# Engines are large, and some hold back other packages: an environment of their own. Clusters may take minutes to start
+# on a busy machine.
 test-distributed:
-	$(MAKE) test VENV=$(VENV)-distributed WHAT=distributed TESTS=tests/distributed
+	PYTEST_TIMEOUT=900 $(MAKE) test VENV=$(VENV)-distributed WHAT=distributed TESTS=tests/distributed
 
 fuzz: $(VENV)/.fuzz
 	cd $(VENV) && bin/python $(CURDIR)/fuzz/run.py $(FUZZ_SECONDS) $(abspath $(FUZZ_SEEDS)) --keep fuzz
@@ -120,7 +121,6 @@ test-wheel: $(VENV)/.dist
 
 clean:
 	rm -rf build dist *.egg-info $(VENV) $(VENV)-distributed $(OUT) xnnfast/_generated xnnfast/builder.pyi
-	rm -rf build dist *.egg-info $(VENV) $(OUT) xnnfast/_generated
 	rm -rf .pytest_cache .ruff_cache .mypy_cache .hypothesis .benchmarks
 	find xnnfast \( -name '*.so' -o -name '*.c' \) -delete
 

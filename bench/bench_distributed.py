@@ -79,7 +79,10 @@ def on_ray(model: Path, images: np.ndarray, count: int, want: np.ndarray) -> Run
     cpus = allowed_cpus().count
     ray.init(num_cpus=cpus, include_dashboard=False, logging_level="error", log_to_driver=False,
              object_store_memory=images.nbytes * 2 + (200 << 20))
-    ray.data.DataContext.get_current().enable_progress_bars = False
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    # All actors at work from the first block on.
+    context.wait_for_min_actors_s = 300
     blocks = []
     for at in range(0, DIFFERENT, BLOCK):
         cells = ArrowTensorArray.from_numpy(images[at : at + BLOCK])

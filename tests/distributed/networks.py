@@ -1,4 +1,4 @@
-"""The network of these tests, and how many samples there are."""
+"""The network of these tests, how many samples there are, and what Ray says where it had no time to start."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import numpy as np
 from xnnfast import GraphBuilder
 
 ROWS = 600
+LATE = "timed out during startup"
 
 
 def network(seed: int = 0) -> GraphBuilder:

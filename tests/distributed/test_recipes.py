@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from networks import LATE
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs/distributed.md").read_text("utf-8")
 COMMON = "\n".join(re.findall(r"^```python\n(.*?)^```$", TEXT, re.M | re.S))
@@ -34,8 +35,11 @@ def test_a_recipe_does_what_it_says(engine: str, tmp_path: Path) -> None:
                    "DO_NOT_TRACK": "1", "SPARK_LOCAL_IP": "127.0.0.1",
                    "PYSPARK_PYTHON": sys.executable}
     # Of -c there is no file that workers would import.
-    done = subprocess.run([sys.executable, "-c", f"{COMMON}\n{code}"], cwd=tmp_path, capture_output=True, text=True,
-                          timeout=240, env=environment)
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", f"{COMMON}\n{code}"], cwd=tmp_path, capture_output=True, text=True,
+                              timeout=240, env=environment)
+        if done.returncode == 0 or LATE not in done.stderr:
+            break
     assert done.returncode == 0, done.stdout + done.stderr
 
 
