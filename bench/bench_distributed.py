@@ -6,8 +6,9 @@ Rounds alternate: Executor, engine, Executor, engine, ... The figure is the medi
 to Executor; below 1 the engine is slower. Both read the same images: the Executor arrays in memory, in batches as
 large as the engine's; Ray blocks in its shared memory; Spark a folder of Parquet shards, through its JVM and Arrow.
 
-ray-node   one actor with all CPUs; ray-cpu one actor for each CPU. The rate is that after as many blocks have come
-           back as there are actors: what it takes to start them, printed beside it, is paid once.
+ray-node   one actor with all CPUs; ray-cpu one actor for each CPU. Time counts from when the first actor begins with
+           its first block to when the last block has come back: what it takes to start actors, printed beside it,
+           is paid once.
 spark      predict_batch_udf in a Python worker for each CPU, which the first, uncounted, round starts.
 
 Results are compared with the Executor's in every round.
@@ -88,26 +89,32 @@ def on_ray(model: Path, images: np.ndarray, count: int, want: np.ndarray) -> Run
         cells = ArrowTensorArray.from_numpy(images[at : at + BLOCK])
         blocks.append(ray.put(pa.table({"id": np.arange(at, at + BLOCK), "image": cells})))
 
+    class Timed(xnnfast.ray.Predictor):
+        """Tells when it began with a block, by the clock that all processes of a machine share."""
+
+        def __call__(self, batch: Any) -> Any:
+            begun = time.monotonic()
+            made = super().__call__(batch)
+            return made.append_column("begun", pa.array(np.full(made.num_rows, begun)))
+
     def rate(actors: int) -> tuple[float, float]:
-        # Two blocks for each actor at least: its first and one that counts.
+        # Two blocks for each actor at least.
         refs = [blocks[number % len(blocks)] for number in range(max(2 * actors, count // BLOCK))]
         scored = ray.data.from_arrow_refs(refs).map_batches(
-            xnnfast.ray.Predictor, fn_constructor_args=[str(model), "image", "logits"], batch_format="pyarrow",
+            Timed, fn_constructor_args=[str(model), "image", "logits"], batch_format="pyarrow",
             batch_size=None, num_cpus=cpus // actors, compute=ray.data.ActorPoolStrategy(size=actors))
-        begun = time.perf_counter()
-        first = ready = begun
-        rows = before = 0
-        for number, batch in enumerate(scored.iter_batches(batch_size=None), 1):
-            rows += len(batch["id"])
-            if number == 1:
-                first = time.perf_counter()
-            # Actors at work side by side: with the first block, the others' are almost done too.
-            if number == actors:
-                ready, before = time.perf_counter(), rows
-            check(batch["logits"], want[batch["id"]], "ray")
+        asked = time.monotonic()
+        found, starts = [], []
+        for batch in scored.iter_batches(batch_size=None):
+            found.append((batch["id"], batch["logits"]))
+            starts.append(float(batch["begun"].min()))
+        ended, begun = time.monotonic(), min(starts)
+        for ids, logits in found:
+            check(logits, want[ids], "ray")
+        rows = sum(len(ids) for ids, _ in found)
         if rows != len(refs) * BLOCK:
             sys.exit(f"ray: need {len(refs) * BLOCK} rows, found {rows}")
-        return (rows - before) / (time.perf_counter() - ready), first - begun
+        return rows / (ended - begun), begun - asked
 
     yield "ray-node", lambda: rate(1)
     if cpus > 1:
@@ -193,7 +200,7 @@ def main() -> None:
                 print(f"{name:9s} {statistics.median(ratios):.2f} of Executor ({ratios[0]:.2f} to {ratios[-1]:.2f}); "
                       f"images per second {statistics.median(rate for _, rate in pairs):.0f} against "
                       f"{statistics.median(alone for alone, _ in pairs):.0f}"
-                      + (f"; first block after {statistics.median(starts):.1f} s" if any(starts) else ""), flush=True)
+                      + (f"; actors began after {statistics.median(starts):.1f} s" if any(starts) else ""), flush=True)
     if chosen.json:
         chosen.json.write_text(json.dumps(figures, indent=1))
 

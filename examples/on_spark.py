@@ -46,6 +46,8 @@ def main() -> None:
     spark = (SparkSession.builder.master("local[2,4]").config("spark.ui.enabled", "false")
              .config("spark.driver.memory", "2g").config("spark.sql.files.maxPartitionBytes", "32m").getOrCreate())
     spark.sparkContext.setLogLevel("OFF")
+    # Workers import it.
+    spark.sparkContext.addPyFile(shards.__file__)
 
     network = chosen.out / "digits.xnn"
     unseen, answers = shards.digits(network)
