@@ -64,8 +64,6 @@ def ray() -> Iterator[Any]:
             ray.shutdown()
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
-    # Else the first actor may have done all before the second is there.
-    context.wait_for_min_actors_s = 300
     yield ray
     ray.shutdown()
 

@@ -55,7 +55,11 @@ def test_rows_are_those_of_an_executor(ray: Any, model: Path, images: np.ndarray
 
 @pytest.mark.parametrize("count, cpus", ((2, 1), (1, 2)))
 def test_an_actor_has_as_many_threads_as_ray_granted(ray: Any, model: Path, images: np.ndarray, count: int,
-                                                     cpus: int) -> None:
+                                                     cpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Else the first actor may have done all before the second is there. Not for all tests: whoever kills an actor
+    # would wait for it in vain.
+    monkeypatch.setattr(ray.data.DataContext.get_current(), "wait_for_min_actors_s", 300)
+
     class Telling(xnnfast.ray.Predictor):
         def __call__(self, batch: Any) -> Any:
             time.sleep(0.3)
