@@ -55,6 +55,51 @@ def cells(array: np.ndarray) -> np.ndarray:
     return made
 
 
+# ---- bytes
+
+
+def test_bytes_are_samples() -> None:
+    graph = square()
+    raw = [row.tobytes() for row in X]
+    (expected,) = want(graph, X)
+    np.testing.assert_array_equal(predictor(graph, "x", "y")({"x": cells_of(raw)})["y"], expected)
+    np.testing.assert_array_equal(predict_fn(graph, workers=1)()(cells_of(raw)), expected.reshape(5, 64))
+
+
+def test_bytes_that_are_no_sample_are_refused() -> None:
+    predict = predictor(square(), "x", "y")
+    raw: list[Any] = [row.tobytes() for row in X]
+    for cell, error, words in (
+        (raw[0][:-4], ShapeError, r"column 'x': need 256 bytes for float32 of shape \(8, 8\), row 2 .* has 252"),
+        (b"", ShapeError, "need 256 bytes .* has 0"),
+        (None, FormatError, "row 2 of the batch has none"),
+        ("text", DtypeError, "need bytes in every row, row 2 of the batch has str"),
+    ):
+        with pytest.raises(error, match=words):
+            predict({"x": cells_of([*raw[:2], cell, *raw[3:]])})
+
+
+def test_arrow_s_bytes_are_samples() -> None:
+    pa = pytest.importorskip("pyarrow")
+    graph = square()
+    predict = predictor(graph, "x", "y")
+    (expected,) = want(graph, X)
+    raw = [row.tobytes() for row in X]
+    for kind in (pa.binary(), pa.large_binary(), pa.binary(256)):
+        made = predict(pa.table({"x": pa.array(raw, kind)}))
+        got = np.asarray(made["y"].to_pylist() if not hasattr(made["y"].chunk(0), "to_numpy_ndarray")
+                         else made["y"].chunk(0).to_numpy_ndarray(), np.float32)  # fmt: skip
+        np.testing.assert_array_equal(got.reshape(expected.shape), expected)
+    with pytest.raises(FormatError, match="row 1 of the batch has none"):
+        predict(pa.table({"x": pa.array([raw[0], None], pa.binary())}))
+
+
+def cells_of(items: list[Any]) -> np.ndarray:
+    made = np.empty(len(items), object)
+    made[:] = items
+    return made
+
+
 # ---- NumPy
 
 

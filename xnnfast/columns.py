@@ -8,6 +8,7 @@ as often as it likes.
 from __future__ import annotations
 
 import math
+import sys
 import uuid
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -113,7 +114,8 @@ class ColumnModel:
             # Engines don't know the dtype or the shape of cells of which there are none.
             array = np.empty((0, *sample), want)
         else:
-            array = dense(name, column)
+            raw = _raw(name, column, want, sample)
+            array = dense(name, column) if raw is None else raw
             if array.dtype.newbyteorder("=") != want:
                 array = self._cast(name, array, want)
             if array.ndim != 1 + len(sample):
@@ -152,6 +154,36 @@ def column_of(batch: Mapping[str, Any], name: str, has: Sequence[str]) -> Any:
 
 
 # ---- in
+
+
+def _raw(name: str, column: Any, want: np.dtype[Any], sample: tuple[int, ...]) -> Array | None:
+    """A column of bytes as samples: each cell a sample's numbers in C order, little-endian. None for other columns."""
+    if hasattr(column, "combine_chunks") or hasattr(column, "buffers"):
+        kind = str(column.type)
+        if not (kind.startswith(("binary", "large_binary", "fixed_size_binary"))):
+            return None
+        cells = column.to_pylist()
+    else:
+        array = np.asarray(column)
+        if array.dtype != object or not isinstance(array[0], (bytes, bytearray, memoryview)):
+            return None
+        cells = list(array)
+    nbytes = math.prod(sample) * want.itemsize
+    for row, cell in enumerate(cells):
+        if cell is None:
+            raise FormatError(f"column {name!r}: need a value in every row, row {row} of the batch has none")
+        if not isinstance(cell, (bytes, bytearray, memoryview)):
+            raise DtypeError(f"column {name!r}: need bytes in every row, row {row} of the batch has "
+                             f"{type(cell).__name__}", expected="bytes", got=type(cell).__name__)
+        if len(cell) != nbytes:
+            raise ShapeError(f"column {name!r}: need {nbytes} bytes for {want} of shape {sample}, row {row} of the "
+                             f"batch has {len(cell)}", expected=nbytes, got=len(cell))
+    made = np.empty((len(cells), *sample), want if sys.byteorder == "little" else want.newbyteorder("<"))
+    if nbytes:
+        flat = made.reshape(len(cells), -1).view(np.uint8)
+        for row, cell in enumerate(cells):
+            flat[row] = np.frombuffer(cell, np.uint8)
+    return made
 
 
 def dense(name: str, column: Any) -> Array:

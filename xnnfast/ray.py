@@ -36,7 +36,7 @@ class Predictor:
         or program, or the path of an instance, reaches workers by absolute path and content, see docs/distributed.md.
     inputs : str or sequence of str
         Column for each input of the model, in order. A row is a sample: a tensor of the input's shape without the
-        batch, or as many numbers in whatever form.
+        batch, or as many numbers in whatever form, or their bytes (C order, little-endian).
     outputs : str or sequence of str, optional
         Column for each output. By default ``output``, or ``output_0``, ``output_1``, ...
     keep : sequence of str, optional

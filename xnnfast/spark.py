@@ -77,6 +77,8 @@ class PredictFn:
     ----------
     input_tensor_shapes : list of list of int
         Shape of a row of each input's column. A column holds scalars, or flat arrays of as many numbers.
+        ``binary`` columns hold the bytes of as many numbers instead, in C order, little-endian; they go without
+        shapes, and several times as fast through Spark where rows are large.
     return_type : pyspark.sql.types.DataType
         The result's type. Arrays are flat, since ``predict_batch_udf`` takes no others.
     ddl : str

@@ -41,6 +41,17 @@ def test_rows_are_those_of_an_executor(spark: Any, model: Path, images: np.ndarr
     np.testing.assert_array_equal(by_id(rows, lambda row: row.scores), want)
 
 
+def test_bytes_are_rows_without_shapes(spark: Any, model: Path, images: np.ndarray, want: np.ndarray) -> None:
+    from pyspark.ml.functions import predict_batch_udf
+
+    fn = xnnfast.spark.predict_fn(model)
+    predict = predict_batch_udf(fn, batch_size=64, return_type=fn.return_type)
+    rows = [(number, image.tobytes()) for number, image in enumerate(images)]
+    raw = spark.createDataFrame(rows, "id long, image binary").repartition(4)
+    rows = raw.select("id", predict("image").alias("scores")).collect()
+    np.testing.assert_array_equal(by_id(rows, lambda row: row.scores), want)
+
+
 def test_several_columns_and_outputs(spark: Any, two: Path, images: np.ndarray) -> None:
     products, doubles = xf.Executor(two, workers=1).run(images, np.arange(ROWS, dtype=np.float32))
     fn = xnnfast.spark.predict_fn(two, outputs=["product", "double"])
