@@ -7,6 +7,7 @@ of one can't mix its samples, whatever its steps are.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 from collections.abc import Sequence
@@ -180,7 +181,8 @@ class StepCrew:
                     return
 
         while len(self.programs) < everyone:
-            self.programs.append(self._again())
+            # The same files with the same options, opened again.
+            self.programs.append(copy.copy(self.program))
         if everyone > 1 and self.pool is None:
             self.pool = ThreadPoolExecutor(self.workers - 1, "xnnfast-stepwise")
         helpers = [self.pool.submit(work, program) for program in self.programs[1:everyone]] if self.pool else []
@@ -195,14 +197,6 @@ class StepCrew:
                 error.sample = sample  # type: ignore[attr-defined]
             raise error
         return ()
-
-    def _again(self) -> Program:
-        """The program for another worker: the same file, opened again."""
-        from .program import Program
-
-        first = self.program
-        return Program(first.file.payload, first.file.data_files, merge=first.merge, threads=first.threads,
-                       copy=first.copy, limits=first.file.limits, weights_cache=first.weights_cache)
 
     def trim(self) -> None:
         """Drop the programs of all workers but the first."""

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import run
-from run import FRAGILE, HERE, NAMES, ROOT, TOLERANCE, Case, difference, environments
+from run import FRAGILE, HERE, NAMES, ROOT, TOLERANCE, Case, difference
 
 from xnnfast.limits import allowed_cpus
 
@@ -197,16 +197,9 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="keep what is measured")
     parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
     options = parser.parse_args()
-    pythons = {"xnnfast": Path(sys.executable)}
-    for peer in options.peers:
-        try:
-            pythons[peer] = environments.make(peer)
-        except (subprocess.CalledProcessError, LookupError) as error:
-            print(f"{peer}: left out, {error}", file=sys.stderr)
+    pythons = run.pythons_of(options.peers)
     load = os.getloadavg()[0]
-    site = next(iter((pythons["litert"].parent.parent / "lib").glob("python3*/site-packages")), None) if (
-        "litert" in pythons
-    ) else None  # fmt: skip
+    site = run.site_of_litert(pythons)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         for number, model in enumerate(options.models):

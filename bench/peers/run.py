@@ -164,6 +164,24 @@ def measure(case: Case, peer: str, python: Path, batch: int, threads: int, secon
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def pythons_of(peers: list[str]) -> dict[str, Path]:
+    """The Pythons of xnnfast and of the peers whose environments can be had."""
+    pythons = {"xnnfast": Path(sys.executable)}
+    for peer in peers:
+        try:
+            pythons[peer] = environments.make(peer)
+        except (subprocess.CalledProcessError, LookupError) as error:
+            print(f"{peer}: left out, {error}", file=sys.stderr)
+    return pythons
+
+
+def site_of_litert(pythons: dict[str, Path]) -> Path | None:
+    """Where the classes of LiteRT's schema are, which writing its files needs."""
+    if "litert" not in pythons:
+        return None
+    return next((pythons["litert"].parent.parent / "lib").glob("python3*/site-packages"), None)
+
+
 def difference(a: Path, b: Path) -> float:
     """How far two results are apart, as a share of the largest number; infinity if they are not of one kind."""
     with np.load(a) as one, np.load(b) as other:
@@ -187,9 +205,7 @@ def compare(options: argparse.Namespace, pythons: dict[str, Path]) -> list[dict[
     kept = options.json is not None and options.json.exists()
     rows: list[dict[str, Any]] = json.loads(options.json.read_text()) if kept else []
     known = {(row["model"], row["batch"], row["threads"]) for row in rows}
-    site = next(iter((pythons["litert"].parent.parent / "lib").glob("python3*/site-packages")), None) if (
-        "litert" in pythons
-    ) else None  # fmt: skip
+    site = site_of_litert(pythons)
     with tempfile.TemporaryDirectory() as name:
         for number, model in enumerate(options.models):
             if all((model, *config) in known for config in CONFIGS):
@@ -418,12 +434,7 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
     parser.add_argument("--json", type=Path, help="keep what is measured, and go on where it ends")
     options = parser.parse_args()
-    pythons = {"xnnfast": Path(sys.executable)}
-    for peer in options.peers:
-        try:
-            pythons[peer] = environments.make(peer)
-        except (subprocess.CalledProcessError, LookupError) as error:
-            print(f"{peer}: left out, {error}", file=sys.stderr)
+    pythons = pythons_of(options.peers)
     load = os.getloadavg()[0]
     rows = compare(options, pythons)
     peers = list(pythons)
