@@ -81,6 +81,8 @@ def test_bytes_that_are_no_sample_are_refused() -> None:
 
 def test_arrow_s_bytes_are_samples() -> None:
     pa = pytest.importorskip("pyarrow")
+    # Results go into columns of Ray's tensors.
+    pytest.importorskip("ray.data.extensions")
     graph = square()
     predict = predictor(graph, "x", "y")
     (expected,) = want(graph, X)
