@@ -592,6 +592,9 @@ UNLIKE = {
     "threads differ: 1 and 2": change_threads,
     "CPU differ": lambda r: r["environment"].update(cpu="another"),
     "instruction sets in use differ: .* and sme": lambda r: r["build"]["isa"].append("sme"),
+    "sets in use differ: nothing more and avx2 for products padded 4 times": lambda r: r["build"].update(
+        second_isa={"isa": "avx2", "ratio": 4.0}
+    ),
     "pinned libraries differ: xnnpack .* and xnnpack 0000": lambda r: r["build"]["pin"].update(xnnpack="0000"),
     "the graph .* differ": lambda r: r["models"][0].update(sha256="0" * 64),
     "datatypes differ": lambda r: r["models"][0].update(datatypes=["fp16"]),

@@ -105,11 +105,8 @@ class Settings:
 
 def refusals(a: Subject, b: Subject, config: Config, allow: frozenset[str]) -> list[str]:
     """Why two subjects can't be compared."""
-    found = []
-    for word, name, what in (("isa", "isa", "instruction sets in use"), ("pin", "pin", "pinned libraries")):
-        one, other = a.facts["build"][name], b.facts["build"][name]
-        if one != other and word not in allow:
-            found.append(f"{what} differ: {record.short(one, other)} and {record.short(other, one)}")
+    likeness = {word: record.LIKENESS[word] for word in ("isa", "pin")}
+    found = record.differences(likeness, {"build": a.facts["build"]}, {"build": b.facts["build"]}, allow)
     if a.facts["datatypes"] != b.facts["datatypes"] and "precision" not in allow:
         found.append(f"datatypes differ: {' '.join(a.facts['datatypes'])} and {' '.join(b.facts['datatypes'])}")
     types = [[each["dtype"] for each in side.facts["inputs"]] for side in (a, b)]

@@ -33,7 +33,7 @@ SAMPLE = 1024
 #: What two records must agree in, by the word that ``--allow`` takes.
 LIKENESS = {
     "cpu": ("CPU", lambda r: r["environment"]["cpu"]),
-    "isa": ("instruction sets in use", lambda r: r["build"]["isa"]),
+    "isa": ("instruction sets in use", lambda r: instruction_sets(r["build"])),
     "pin": ("pinned libraries", lambda r: r["build"]["pin"]),
     "quota": ("CPUs allowed", lambda r: r["build"]["cpus"]),
     "affinity": ("bound CPUs", lambda r: r["settings"]["cpus"]),
@@ -53,10 +53,10 @@ MODEL_LIKENESS = {
 
 
 class Is:
-    """A form of a single value, and how a message calls it."""
+    """A form of a single value, how a message calls it, and whether older records may lack it."""
 
-    def __init__(self, what: str, holds: Callable[[Any], bool]) -> None:
-        self.what, self.holds = what, holds
+    def __init__(self, what: str, holds: Callable[[Any], bool], *, optional: bool = False) -> None:
+        self.what, self.holds, self.optional = what, holds, optional
 
 
 def _number(value: Any) -> bool:
@@ -98,6 +98,12 @@ _PROCESS = {
 _OUTPUTS = Is(
     "outputs as bench writes them",
     lambda value: isinstance(value, list) and all(map(_is_output, value)),
+    optional=True,
+)
+_SECOND_ISA = Is(
+    "null, or an isa with its ratio",
+    lambda value: value is None or misfit(value, {"isa": TEXT, "ratio": POSITIVE}) is None,
+    optional=True,
 )
 _RESULT = {
     "batch": COUNT_OR_NULL, "threads": COUNT, "workers": COUNT, "shapes": LIST_OR_NULL, "inputs_sha256": TEXT_OR_NULL,
@@ -122,7 +128,7 @@ ROOFLINE = {
 FORMS: dict[str, Any] = {
     FORMAT: {
         "environment": {"cpu": TEXT, "variables": WORDS},
-        "build": {"isa": (TEXT,), "pin": WORDS, "cpus": COUNT},
+        "build": {"isa": (TEXT,), "second_isa": _SECOND_ISA, "pin": WORDS, "cpus": COUNT},
         "settings": {"cpus": LIST_OR_NULL, "cold": SOME},
         "models": [_MODEL],
     },
@@ -140,7 +146,9 @@ def misfit(value: Any, form: Any, where: str = "") -> str | None:
     if isinstance(form, dict):
         if not isinstance(value, dict):
             return f"need an object in {where}, found {_brief(value)}"
-        missing = [key for key, each in form.items() if key not in value and each is not _OUTPUTS]
+        missing = [
+            key for key, each in form.items() if key not in value and not (isinstance(each, Is) and each.optional)
+        ]
         if missing:
             return f"need {', '.join(missing)} in {where or 'it'}, found {', '.join(map(str, value)) or 'nothing'}"
         parts = ((f"{where}.{key}" if where else key, value[key], each) for key, each in form.items() if key in value)
@@ -284,6 +292,14 @@ def check_writable(path: str | os.PathLike[str]) -> None:
 # Likeness
 
 
+def instruction_sets(build: Mapping[str, Any]) -> list[str]:
+    """Those in use, and what takes the place of the strongest where products are small."""
+    second = build.get("second_isa")
+    if second is None:
+        return list(build["isa"])
+    return [*build["isa"], f"{second['isa']} for products padded {second['ratio']:g} times"]
+
+
 def key(result: Mapping[str, Any]) -> tuple[Any, ...]:
     """What a configuration is known by within a model."""
     return result["batch"], result["threads"], result["workers"]
@@ -291,7 +307,7 @@ def key(result: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def unlike(a: Mapping[str, Any], b: Mapping[str, Any], allow: frozenset[str] = frozenset()) -> list[str]:
     """Why two records can't be compared; empty if they can."""
-    reasons = _differences(LIKENESS, a, b, allow)
+    reasons = differences(LIKENESS, a, b, allow)
     # Records of one model each are about that model; of several, names say which belong together.
     pairs = model_pairs(a, b)
     if not pairs:
@@ -299,7 +315,7 @@ def unlike(a: Mapping[str, Any], b: Mapping[str, Any], allow: frozenset[str] = f
         reasons.append(f"no model is in both: {names[0]} and {names[1]}")
     for one, other in pairs:
         where = f"{one['name']}: " if len(pairs) > 1 else ""
-        reasons += [where + reason for reason in _differences(MODEL_LIKENESS, one, other, allow)]
+        reasons += [where + reason for reason in differences(MODEL_LIKENESS, one, other, allow)]
         found = {key(result): result for result in other["results"]}
         common = [(result, found[key(result)]) for result in one["results"] if key(result) in found]
         if not common:
@@ -326,7 +342,8 @@ def model_pairs(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[Facts,
     return pairs
 
 
-def _differences(table: Mapping[str, Any], a: Any, b: Any, allow: frozenset[str]) -> list[str]:
+def differences(table: Mapping[str, Any], a: Any, b: Any, allow: frozenset[str]) -> list[str]:
+    """In which rows of a table of likeness two records differ, without those that are allowed to."""
     found = []
     for word, (what, get) in table.items():
         one, other = get(a), get(b)
