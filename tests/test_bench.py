@@ -141,8 +141,17 @@ def test_a_change_of_the_clock_is_found():
     made = answer()
     made["spin"] = [100_000, 120_000]
     assert list(environment.disturbances(made, 1, 2)) == ["clock"]
-    assert environment.slow_clock(answer(), [80_000.0] * 5) is not None
-    assert environment.slow_clock(answer(), [95_000.0] * 5) is None
+
+
+def test_a_clock_that_both_sides_had_is_no_disturbance():
+    one, other = answer(), answer()
+    for each in (one, other):
+        # Before opening, and before each slice: the machine slows down midway.
+        each.update(turns=True, spin=[100_000, 100_000, 101_000, 150_000, 151_000])
+        assert environment.disturbances(each, 1, 2) == {}
+    assert environment.unlike_clocks(one, other) is None
+    other["spin"] = [100_000, 150_000, 151_000, 150_000, 151_000]
+    assert "took 126 us in the slices of one and 150 us" in environment.unlike_clocks(one, other)
 
 
 def test_disturbed_opening_counts_too():
@@ -269,12 +278,71 @@ def test_workers_that_die_are_told(tmp_path, text, reason, greeted):
         made.run({})
 
 
-def test_a_worker_that_hangs_is_ended(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "text, reason",
+    [
+        ("echo ready; read line; kill -9 $$", "ended without an answer: killed by SIGKILL"),
+        ("echo ready; echo no such module >&2; exit 1", "ended without an answer: no such module"),
+        ("echo ready; read line; echo '{\"cpu\": 1}'; exit 3", "ended without an answer: exit status 3"),
+        ("echo ready; read line; printf '{\"cpu\": '", "gave no whole answer: exit status 0, its last words were"),
+        ("echo ready; read line; echo '{\"error\": \"bad shape\"}'", "^bad shape$"),
+    ],
+)
+def test_workers_that_die_between_turns_are_told(tmp_path, text, reason):
+    made = measure.Worker(build_of(tmp_path, text))
+    made.wait_until_ready()
+    with pytest.raises(measure.MeasureError, match=reason):
+        for _ in range(2):
+            made.turn("{}")
+    made.stop()
+
+
+@pytest.mark.parametrize("ask", [lambda made: made.run({}), lambda made: made.turn("{}")])
+def test_a_worker_that_hangs_is_ended(tmp_path, monkeypatch, ask):
     monkeypatch.setattr(measure, "PATIENCE", 0.1)
     made = measure.Worker(build_of(tmp_path, "exec sleep 100"))
     with pytest.raises(measure.MeasureError, match=r"no answer from a worker of .* for 0\.1 s"):
-        made.run({})
+        ask(made)
     assert made.process.poll() == -signal.SIGKILL
+
+
+def test_turns_add_up_to_one_measurement(tmp_path):
+    path = mlp(tmp_path / "a.xnn")
+    np.save(tmp_path / "x.npy", np.ones((2, 16), np.float32))
+    task = {
+        "model": str(path), "kind": "graph", "inputs": [str(tmp_path / "x.npy")], "seconds": 0.1, "warm_up": 0.05,
+        "most": 40, "turns": True, "stay": True,
+    }  # fmt: skip
+    made = measure.Worker(measure.Build.own())
+    made.wait_until_ready()
+    opened = made.turn(json.dumps(task))
+    assert opened["cpu"] in os.sched_getaffinity(0)
+    assert os.sched_getaffinity(made.process.pid) == {opened["cpu"]}
+    assert made.turn("warm up")["call_ns"] > 0
+    for _ in range(4):
+        assert made.turn("slice 4") == {}
+        time.sleep(0.05)
+    found = made.turn("end")
+    made.stop()
+    assert 4 <= len(found["samples"]) <= 40
+    # One before opening, and one before each slice.
+    assert len(found["spin"]) == 5
+    # What the other side does meanwhile is not counted.
+    assert found["while"]["wall"] < 0.1e9 + 4 * 40e6
+    assert found["load"]["total"] == pytest.approx(sum(each for name, each in found["load"].items() if name != "total"))
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_a_worker_whose_asker_is_gone_ends_between_turns(tmp_path, parts):
+    path = mlp(tmp_path / "a.xnn")
+    np.save(tmp_path / "x.npy", np.ones((2, 16), np.float32))
+    task = {"model": str(path), "inputs": [str(tmp_path / "x.npy")], "seconds": 0.1, "warm_up": 0.05, "turns": True}
+    made = measure.Worker(measure.Build.own())
+    made.wait_until_ready()
+    for words in [json.dumps(task), "warm up", "slice 2"][:parts]:
+        made.turn(words)
+    made.process.stdin.close()
+    assert made.process.wait(30) == 1
 
 
 def test_an_interrupt_ends_the_worker(tmp_path, monkeypatch):
@@ -733,6 +801,7 @@ def pair(tmp_path, monkeypatch):
     other = copy.copy(subject)
     made = compare.Pair("mlp", subject, other, measure.Config(2))
     order: list[str] = []
+    slices = made.slices = []
 
     class Fake:
         def __init__(self, build):
@@ -742,10 +811,17 @@ def pair(tmp_path, monkeypatch):
         def wait_until_ready(self):
             pass
 
-        def run(self, job):
-            side = "a" if job["options"].get("side") == "a" else "b"
-            order.append(side)
-            return made.script(side, len(order))
+        def turn(self, words):
+            if words.startswith("{"):
+                job = json.loads(words)
+                self.side = "a" if job["options"].get("side") == "a" else "b"
+                order.append(self.side)
+                self.answer = made.script(self.side, len(order))
+                # The second one goes where the first one is.
+                assert job["stay"] and job["cpus"] == (None if len(order) % 2 else [len(order) - 1])
+            else:
+                slices.append(self.side + words)
+            return self.answer if words == "end" else {"cpu": len(order), "call_ns": self.answer["samples"][0]}
 
     subject.options, other.options = {"side": "a"}, {"side": "b"}
     monkeypatch.setattr(compare, "Worker", Fake)
@@ -774,6 +850,22 @@ def test_rounds_alternate_in_order(pair):
     assert facts["verdict"] == stats.SAME
     assert "".join(order[:8]) == "abbaabba"
     assert facts["results"][0]["rounds"] == stats.MIN_ROUNDS
+
+
+def test_processes_of_a_round_take_turns_by_slices(pair):
+    made, _ = pair
+    made.script = noisy(1.0)
+    run(made)
+    # Fast calls: ten slices of each side in the first round, which A begins, and as many in the second one.
+    sides = "".join(each[0] for each in made.slices if each[1:] == "slice 10")
+    assert sides[:40] == 5 * "abba" + 5 * "baab"
+    assert made.slices[:2] == ["awarm up", "bwarm up"]
+    made.slices.clear()
+    made.script = lambda side, turn: answer(100e6 if side == "a" else 1000.0)
+    run(made)
+    # Slow calls on one side: five of each, so that a round does not take forever. It is the eighth round, which B begins.
+    assert "".join(each[0] for each in made.slices if each[1:] == "slice 5")[:10] == "baabbaabba"
+    assert not [each for each in made.slices if each.endswith("slice 10")]
 
 
 def test_a_slowdown_ends_the_comparison(pair):
@@ -864,7 +956,7 @@ def test_pairs_of_one_label_have_verdicts_of_their_own(pair):
     made, _ = pair
     made.script = noisy(1.0)
     other = copy.copy(made)
-    other.sides, other.disturbed, other.spins = ([], []), [], ([], [])
+    other.sides, other.disturbed = ([], []), []
     other.a, other.b = copy.copy(made.a), copy.copy(made.b)
     other.b.options = {"side": "a"}
     made.script = noisy(1.3)

@@ -1,12 +1,14 @@
 """Two builds, models or records compared: from rounds of fresh processes to a verdict per metric.
 
-In come two sides; out goes a result with the verdicts, their evidence and all samples. Rounds alternate in order
-(A B, B A, ...), a disturbed round is thrown away and repeated, and before anything is timed the outputs of both sides
-are compared: a faster wrong answer is none.
+In come two sides; out goes a result with the verdicts, their evidence and all samples. A round is a fresh process of
+each side, and these take turns by slices of a few milliseconds, so that what comes and goes on the machine hits both.
+Rounds and slices alternate in order (A B, B A, ...), a disturbed round is thrown away and repeated, and before
+anything is timed the outputs of both sides are compared: a faster wrong answer is none.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import time
@@ -19,7 +21,7 @@ import numpy as np
 
 from ..errors import ArgumentError
 from . import record, stats
-from .environment import advice, disturbances, environment, slow_clock
+from .environment import advice, disturbances, environment, unlike_clocks
 from .measure import (
     Config,
     Inputs,
@@ -53,6 +55,9 @@ TOLERANCES = {"float64": 1e-6, "float32": 1e-4, "float16": 2e-2, "bfloat16": 2e-
 MOST_DISTURBED = 0.75
 #: Share of the budget after which such a machine is given up.
 PATIENCE = 0.5
+#: Slices of a process's samples, each of at least one call; the second number is for models whose calls are longer than
+#: such a slice.
+SLICES, SLOW_SLICES = 10, 5
 
 
 @dataclass
@@ -65,7 +70,6 @@ class Pair:
     config: Config
     sides: tuple[list[Facts], list[Facts]] = field(default_factory=lambda: ([], []))
     disturbed: list[dict[str, str]] = field(default_factory=list)
-    spins: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
     refusals: list[str] = field(default_factory=list)
     outputs: str = ""
     notes: list[str] = field(default_factory=list)
@@ -302,46 +306,67 @@ def _round(pair: Pair, settings: Settings, allowed: int) -> bool:
     and work in turn."""
     tried = pair.rounds + len(pair.disturbed)
     order = (0, 1) if tried % 2 == 0 else (1, 0)
-    subjects = (pair.a, pair.b)
-    workers = [Worker(subjects[side].build) for side in order]
-    answers: list[Facts | None] = [None, None]
+    workers = [Worker((pair.a, pair.b)[side].build) for side in order]
     try:
         for worker in workers:
             worker.wait_until_ready()
-        for side, worker in zip(order, workers):
-            task = job(
-                subjects[side],
-                pair.config,
-                pair.files,
-                seconds=settings.seconds,
-                warm_up=settings.warm_up,
-                most=settings.most,
-                cpus=settings.cpus,
-                clock=settings.clock,
-            )
-            try:
-                answer = worker.run(task)
-            except MeasureError as error:
-                # What crashes now and then is not comparable either.
-                pair.refusals.append(f"{'AB'[side]} failed in round {tried + 1}: {error}")
-                return False
-            found = disturbances(answer, pair.config.cpus, allowed, settings.clock)
-            slow = slow_clock(answer, pair.spins[side][-15:])
-            pair.spins[side].append(min(answer["spin"]))
-            if slow is not None:
-                found["clock"] = slow
-            if found:
-                pair.disturbed.append(found)
-                return False
-            answers[side] = answer
+        answers = _in_turns(pair, dict(zip(order, workers)), settings)
+    except MeasureError as error:
+        # What crashes now and then is not comparable either.
+        pair.refusals.append(f"{error.args[0]} failed in round {tried + 1}: {error.args[1]}")
+        return False
     finally:
         for worker in workers:
             if worker.process.poll() is None:
                 worker.stop()
-    for kept, made in zip(pair.sides, answers):
-        assert made is not None
-        kept.append(made)
+    found: dict[str, str] = {}
+    for answer in answers:
+        found = found or disturbances(answer, pair.config.cpus, allowed, settings.clock)
+    unlike = unlike_clocks(*answers)
+    if not found and unlike is not None:
+        found["clock"] = unlike
+    if found:
+        pair.disturbed.append(found)
+        return False
+    for kept, answer in zip(pair.sides, answers):
+        kept.append(answer)
     return True
+
+
+def _in_turns(pair: Pair, workers: Mapping[int, Worker], settings: Settings) -> list[Facts]:
+    """The answers of a worker of each side, by the number of the side, in whose order they begin. Both open the model,
+    then both warm up, then slices of their samples alternate: what is compared lies milliseconds apart."""
+
+    def turn(side: int, words: str) -> Facts:
+        try:
+            return workers[side].turn(words)
+        except MeasureError as error:
+            raise MeasureError("AB"[side], str(error)) from error
+
+    # One that runs alone stays where the scheduler put the first of them, or the two would be on unlike CPUs.
+    cpus, stay = settings.cpus, pair.config.cpus == 1
+    for side in workers:
+        task = job(
+            (pair.a, pair.b)[side],
+            pair.config,
+            pair.files,
+            seconds=settings.seconds,
+            warm_up=settings.warm_up,
+            most=settings.most,
+            cpus=cpus,
+            stay=stay,
+            clock=settings.clock,
+            turns=True,
+        )
+        opened = turn(side, json.dumps(task))
+        if stay:
+            cpus = [opened["cpu"]]
+    slowest = max(turn(side, "warm up")["call_ns"] for side in workers)
+    count = SLICES if slowest * SLICES <= 1e9 * settings.seconds else SLOW_SLICES
+    for number in range(count):
+        for side in workers if number % 2 == 0 else reversed(list(workers)):
+            turn(side, f"slice {count}")
+    return [turn(side, "end") for side in (0, 1)]
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import platform
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,6 @@ STEAL = 0.02
 SWITCHES_PER_SECOND = 60
 MIGRATIONS_PER_SECOND = 20
 SPIN = 0.08
-SLOW_SPIN = 0.12
 #: CPUs that others may use of those that the measurement leaves free.
 SPARE = 0.3
 WAITS = frozenset(("others", "switches", "throttling", "waiting", "migrations"))
@@ -108,9 +108,11 @@ def disturbances(answer: Mapping[str, Any], needed: int, cpus: int, clock: str =
     With CPU time as the clock, waiting and whatever causes it is not a part of what was measured.
     """
     found = _disturbances(answer["while"], needed, cpus)
-    first, last = answer["spin"]
-    if abs(math.log(last / first)) > SPIN:
-        found["clock"] = f"a fixed loop took {first / 1000:.0f} us before and {last / 1000:.0f} us after"
+    if not answer.get("turns"):
+        # Between the slices of two processes that take turns, a change hits both.
+        first, last = answer["spin"]
+        if _apart(first, last):
+            found["clock"] = f"a fixed loop took {first / 1000:.0f} us before and {last / 1000:.0f} us after"
     if not found:
         # Opening and warming up: the time to load counts too.
         for word, text in _disturbances(answer["opening"], needed, cpus).items():
@@ -140,12 +142,13 @@ def _disturbances(counts: Mapping[str, int], needed: int, cpus: int) -> dict[str
     return found
 
 
-def slow_clock(answer: Mapping[str, Any], usual: Sequence[float]) -> str | None:
-    """Whether the CPU was slower than in the other processes of that side."""
-    if len(usual) < 5:
+def _apart(one: float, other: float) -> bool:
+    return abs(math.log(other / one)) > SPIN
+
+
+def unlike_clocks(a: Mapping[str, Any], b: Mapping[str, Any]) -> str | None:
+    """Whether the CPU was faster in the slices of one process than in those of the other, which took turns with it."""
+    one, other = (statistics.median(each["spin"][1:]) for each in (a, b))
+    if not _apart(one, other):
         return None
-    middle = sorted(usual)[len(usual) // 2]
-    spin = min(answer["spin"])
-    if spin > middle * (1 + SLOW_SPIN):
-        return f"the CPU ran at {100 * middle / spin:.0f} % of its usual speed"
-    return None
+    return f"a fixed loop took {one / 1000:.0f} us in the slices of one and {other / 1000:.0f} us in those of the other"

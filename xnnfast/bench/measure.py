@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -119,8 +120,26 @@ class Worker:
             self.stop()
             raise
         lines = out.splitlines()
+        return self._understood(lines, len(lines) + self._greeted >= 2, err)
+
+    def turn(self, words: str) -> Facts:
+        """Ask for the next part of a job with ``turns``, and what the worker says when that is done."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(words + "\n")
+            self.process.stdin.flush()
+        # No more than one line is ever due, so that none waits in a buffer where select() does not look.
+        if not select.select([self.process.stdout], [], [], PATIENCE)[0]:
+            self.stop()
+            raise MeasureError(f"no answer from a worker of {self.build} for {PATIENCE:g} s")
+        line = self.process.stdout.readline()
+        err = "" if line.endswith("\n") else self.process.communicate()[1]
+        return self._understood([line], bool(line), err)
+
+    def _understood(self, lines: Sequence[str], answered: bool, err: str) -> Facts:
+        """What the last line says, or the reason why there is none."""
         status = self.process.returncode
-        if len(lines) + self._greeted < 2:
+        if not answered:
             reason = (err.strip().splitlines() or [_ended(status)])[-1]
             raise MeasureError(f"a worker of {self.build} ended without an answer: {reason}")
         try:

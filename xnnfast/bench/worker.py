@@ -1,7 +1,8 @@
 """The process that measures: opens a model once, warms up, and tells every sample in order.
 
 Run as a file by any Python that has some xnnfast: ``python worker.py`` prints ``ready`` when everything is
-imported, reads one job (a line of JSON) and prints one answer. It uses the public names of xnnfast alone, so that
+imported, reads one job (a line of JSON) and prints one answer. A job with ``turns`` is done in parts, each when a line
+asks for it, so that two processes can take turns: see ``measure``. It uses the public names of xnnfast alone, so that
 builds of different age are measured by the same code, and imports next to nothing, since a comparison starts it a
 hundred times.
 """
@@ -14,13 +15,14 @@ if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
     # The folder of this file, where ``profile`` and others would hide modules of the standard library.
     del sys.path[0]
 
+import contextlib
 import gc
 import json
 import os
 import resource
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import repeat
 from typing import Any
 
@@ -71,11 +73,11 @@ def throttle_files() -> list[str]:
     return found
 
 
-def spin() -> int:
+def spin(times: int = 100) -> int:
     """Nanoseconds of a fixed piece of work: the speed that this CPU has now. It allocates nothing, because a loop that
     does is as fast as the allocator's mood."""
     best = 0
-    for _ in range(100):
+    for _ in range(times):
         work = repeat(None, 20_000)
         start = CLOCK()
         deque(work, maxlen=0)
@@ -131,6 +133,30 @@ def snapshot(files: Any) -> dict[str, int]:
             elif key == "throttled_time":
                 state["throttled_us"] += int(number) // 1000
     return state
+
+
+class Watch:
+    """What the counters of ``snapshot`` add up to while it is on."""
+
+    def __init__(self, files: Any) -> None:
+        self.files = files
+        self.counts: dict[str, int] = {}
+
+    @contextlib.contextmanager
+    def on(self) -> Iterator[None]:
+        start = snapshot(self.files)
+        yield
+        for name, value in snapshot(self.files).items():
+            self.counts[name] = self.counts.get(name, 0) + value - start[name]
+
+
+def stay() -> int:
+    """Bind this process to the CPU that it is on, and its number."""
+    # What follows the command, which may hold blanks, in proc_pid_stat(5): the CPU is number 39 of all.
+    with open("/proc/self/stat") as stream:
+        cpu = int(stream.read().rpartition(")")[2].split()[36])
+    os.sched_setaffinity(0, {cpu})
+    return cpu
 
 
 def resident() -> tuple[int, int]:
@@ -252,6 +278,16 @@ def timed(call: Call, count: int, inner: int) -> list[int]:
     return found
 
 
+def rest(**words: Any) -> str:
+    """Say that a part is done, and wait for the next one to be asked for."""
+    sys.stdout.write(json.dumps(words, allow_nan=False) + "\n")
+    sys.stdout.flush()
+    line = sys.stdin.readline()
+    if not line:
+        os._exit(1)
+    return line.strip()
+
+
 def leave_if_alone() -> None:
     """End with the process that asked: it may have been killed, and nobody would read the answer."""
     if PARENT is not None and os.getppid() != PARENT:
@@ -296,14 +332,19 @@ def sample(call: Call, inner: int, seconds: float, least: int, most: int) -> lis
 
 
 def measure(job: Any) -> Facts:
-    """One measurement of a model from its file to steady calls."""
+    """One measurement of a model from its file to steady calls.
+
+    With ``turns`` in the job it rests between its parts: when the model is open, when calls are warm, and after each
+    slice of the samples. ``slice N`` asks for one of N slices, any other line for the answer.
+    """
     global CLOCK
     if job.get("clock") == "cpu":
         CLOCK = time.process_time_ns
-    xnnfast = job["xnnfast"]
+    xnnfast, turns = job["xnnfast"], job.get("turns", False)
     window, most = job["seconds"], job.get("most", 5000)
     if job.get("cpus"):
         os.sched_setaffinity(0, job["cpus"])
+    cpu = stay() if job.get("stay") else None
     if job.get("cold"):
         descriptor = os.open(job["model"], os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -313,19 +354,20 @@ def measure(job: Any) -> Facts:
     xnnfast.Program, xnnfast.empty  # noqa: B018
     before, _ = resident()
     gc.disable()
+    opening, sampling = Watch(files), Watch(files)
     spins = [spin()]
-    start = snapshot(files)
-    opened = Opened(job)
-    arrays = read_inputs(opened, job["inputs"])
-    plan = getattr(opened.engine, "plan", None)
-    planned = callable(plan) and all(a.shape == tuple(v.shape) for a, v in zip(arrays, opened.inputs))
-    if planned:
+    with opening.on():
+        opened = Opened(job)
+        arrays = read_inputs(opened, job["inputs"])
+        plan = getattr(opened.engine, "plan", None)
+        planned = callable(plan) and all(a.shape == tuple(v.shape) for a, v in zip(arrays, opened.inputs))
+        if planned:
+            began = CLOCK()
+            opened.engine.plan()
+            opened.times["plan"] = CLOCK() - began
         began = CLOCK()
-        opened.engine.plan()
-        opened.times["plan"] = CLOCK() - began
-    began = CLOCK()
-    first = opened.caller(arrays, None)()
-    opened.times["first"] = CLOCK() - began
+        first = opened.caller(arrays, None)()
+        opened.times["first"] = CLOCK() - began
     opened.times["total"] = sum(opened.times.values())
     if job.get("outputs"):
         for number, array in enumerate(first):
@@ -335,11 +377,27 @@ def measure(job: Any) -> Facts:
     if opened.engine is not None and not job.get("new_outputs"):
         reuse = [xnnfast.empty(array.shape, array.dtype) for array in first]
     call = opened.caller(arrays, reuse)
-    warm, inner, stable = warm_up(call, job.get("warm_up", 1.0), window, most)
-    middle = snapshot(files)
-    samples = sample(call, inner, window, min(job.get("least", 5), most), most)
-    end = snapshot(files)
-    spins.append(spin())
+    if turns:
+        rest(cpu=cpu)
+    with opening.on():
+        warm, inner, stable = warm_up(call, job.get("warm_up", 1.0), window, most)
+    one = median(warm) / inner
+    samples: list[int] = []
+    if turns:
+        words = rest(call_ns=one)
+        while words.startswith("slice "):
+            share = int(words.split()[1])
+            spins.append(spin(20))
+            # What the other process left in the caches is not this one's to pay for.
+            if one < 0.25e9 * window / share:
+                call()
+            with sampling.on():
+                samples += sample(call, inner, window / share, 1, -(-most // share))
+            words = rest()
+    else:
+        with sampling.on():
+            samples = sample(call, inner, window, min(job.get("least", 5), most), most)
+        spins.append(spin())
     now, peak = resident()
     answer: Facts = {
         "inner": inner,
@@ -348,9 +406,10 @@ def measure(job: Any) -> Facts:
         "samples": samples,
         "load": opened.times,
         "memory": {"resident": now - before, "peak": max(0, peak - before), "process_peak": peak},
-        "opening": {name: middle[name] - start[name] for name in start},
-        "while": {name: end[name] - middle[name] for name in start},
+        "opening": opening.counts,
+        "while": sampling.counts,
         "spin": spins,
+        "turns": turns,
     }
     if opened.engine is not None:
         answer["memory"].update(opened.engine.memory)
