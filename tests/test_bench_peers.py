@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -163,6 +164,62 @@ def test_results_of_peers_are_compared(tmp_path, one, other, expected):
     for name, arrays in (("a", one), ("b", other)):
         np.savez(tmp_path / name, *[np.float32(array) for array in arrays])
     assert run.difference(tmp_path / "a.npz", tmp_path / "b.npz") == expected
+
+
+class SmallCase:
+    """What a round needs of a case, with a graph of its own."""
+
+    def __init__(self, folder):
+        b = xnnfast.GraphBuilder()
+        b.output(b.add(b.input((1, 4)), 1.0))
+        b.save(folder / "model.xnn")
+        self.folder = folder
+        self.files = dict.fromkeys(("xnnfast", "openvino", "litert"), folder / "model.xnn")
+
+    def inputs(self, peer, batch):
+        path = self.folder / "input.npy"
+        np.save(path, np.ones((batch, 4), np.float32))
+        return path
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_peers_take_turns_and_failures_are_told(tmp_path, monkeypatch, threads):
+    import run
+
+    monkeypatch.setattr(run, "SPINNING", 0.0)
+    case = SmallCase(tmp_path)
+    wordy = tmp_path / "wordy"
+    # More than a pipe holds, and then an end.
+    wordy.write_text("#!/bin/sh\nhead -c 200000 /dev/zero | tr '\\0' '\\n' >&2\necho no such module >&2\nexit 1\n")
+    midway = tmp_path / "midway"
+    midway.write_text("#!/bin/sh\necho ready\nread line\necho out of memory >&2\n")
+    for each in (wordy, midway):
+        each.chmod(0o755)
+    pythons = {"xnnfast": Path(sys.executable), "openvino": wordy, "litert": midway}
+    allowed = os.sched_getaffinity(0)
+    heard = []
+    hear = run.Child.hear
+    monkeypatch.setattr(run.Child, "hear", lambda self, word=None: heard.append(word) or hear(self, word))
+    found = dict(run.in_turns(case, pythons, list(pythons), 1, threads, 0.04, 0))
+    assert found["openvino"] == "no such module" and found["litert"] == "out of memory"
+    assert len(found["xnnfast"]["samples_ns"]) >= run.SLICES
+    # Three are heard ready, the one that is left after its slices, and the one that fails in the first of them.
+    assert heard.count("ready") == 3 and heard.count("done") == run.SLICES + 1 and heard.count(None) == 1
+    with np.load(tmp_path / "xnnfast.npz") as results:
+        np.testing.assert_array_equal(results["arr_0"], np.full((1, 4), 2, np.float32))
+    assert os.sched_getaffinity(0) == allowed
+
+
+def test_a_pile_is_shared_by_processes(tmp_path):
+    import batch
+
+    case = SmallCase(tmp_path)
+    with batch.team(case, "xnnfast", Path(sys.executable), batch.Setting(4, 1, 2), 8) as made:
+        assert made.seconds() > 0
+        with np.load(made.results(tmp_path / "all.npz")) as results:
+            np.testing.assert_array_equal(results["arr_0"], np.full((8, 4), 2, np.float32))
+        children = [child.process for child in made.children]
+    assert [child.poll() for child in children] == [-9, -9]
 
 
 def test_a_figure_of_the_gate_that_fails_leaves_the_others(monkeypatch, capsys):

@@ -16,7 +16,6 @@ import contextlib
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,7 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import run
-from run import FRAGILE, HERE, NAMES, ROOT, TOLERANCE, Case, difference
+from run import FRAGILE, NAMES, ROOT, TOLERANCE, Case, Child, difference
 
 from xnnfast.limits import allowed_cpus
 
@@ -50,70 +49,52 @@ class Setting(NamedTuple):
 class Team:
     """Processes of one peer that share a pile of samples and start together."""
 
-    def __init__(self, case: Case, peer: str, python: Path, setting: Setting, count: int) -> None:
-        self.outputs = [case.folder / f"{peer}-{setting.batch}-{setting.processes}-{part}.npz"
-                        for part in range(setting.processes)]  # fmt: skip
-        edges = np.linspace(0, count, setting.processes + 1).astype(int)
-        variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        self.children = []
-        for output, first, last in zip(self.outputs, edges[:-1], edges[1:]):
-            job = {
-                "peer": peer,
-                "model": str(case.files[peer]),
-                "inputs": [str(case.inputs(peer, count))],
-                "range": [int(first), int(last)],
-                "batch": setting.batch,
-                "threads": setting.threads,
-                "output": str(output),
-            }
-            if peer == "xnnfast":
-                job["path"] = str(Path(run.xnnfast.__path__[0]).parent)
-            self.children.append(subprocess.Popen(
-                [str(python), str(HERE / "peer.py"), json.dumps(job)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE, text=True, env=variables))  # fmt: skip
+    def __init__(self, children: list[Child], outputs: list[Path]) -> None:
+        self.children, self.outputs = children, outputs
         self._all_say("ready")
 
     def _all_say(self, word: str) -> None:
         for child in self.children:
-            assert child.stdout is not None and child.stderr is not None
-            if child.stdout.readline().strip() != word:
-                lines = child.stderr.read().strip().splitlines()
-                raise RuntimeError((lines or ["no word"])[-1][:200])
+            child.hear(word)
+
+    def _tell_all(self, word: str) -> None:
+        for child in self.children:
+            child.say(word)
 
     def seconds(self) -> float:
         """How long all samples take."""
         start = time.perf_counter()
-        for child in self.children:
-            assert child.stdin is not None
-            child.stdin.write("go\n")
-            child.stdin.flush()
+        self._tell_all("go")
         self._all_say("done")
         return time.perf_counter() - start
 
     def results(self, output: Path) -> Path:
         """One file with the results of all processes."""
-        for child in self.children:
-            assert child.stdin is not None
-            child.stdin.write("save\n")
-            child.stdin.flush()
+        self._tell_all("save")
         self._all_say("saved")
         parts = [np.load(each) for each in self.outputs]
         np.savez(output, **{name: np.concatenate([part[name] for part in parts]) for name in parts[0].files})
         return output
 
-    def close(self) -> None:
-        for child in self.children:
-            child.kill()
-            child.communicate()
-
 
 @contextlib.contextmanager
-def team(*given: Any) -> Iterator[Team]:
-    made = Team(*given)
-    try:
-        yield made
-    finally:
-        made.close()
+def team(case: Case, peer: str, python: Path, setting: Setting, count: int) -> Iterator[Team]:
+    """As many processes as the setting says, with a part of the samples each."""
+    edges = np.linspace(0, count, setting.processes + 1).astype(int)
+    children, outputs = [], []
+    with contextlib.ExitStack() as stack:
+        for part, (first, last) in enumerate(zip(edges[:-1], edges[1:])):
+            outputs.append(case.folder / f"{peer}-{setting.batch}-{setting.processes}-{part}.npz")
+            job = {
+                "model": str(case.files[peer]),
+                "inputs": [str(case.inputs(peer, count))],
+                "range": [int(first), int(last)],
+                "batch": setting.batch,
+                "threads": setting.threads,
+                "output": str(outputs[-1]),
+            }
+            children.append(stack.enter_context(Child(peer, python, job)))
+        yield Team(children, outputs)
 
 
 def settings(case: Case, peer: str, cpus: int) -> list[Setting]:

@@ -1,8 +1,11 @@
 """One measurement of one peer, in a process of its own and in that peer's environment: a job in, a line of JSON out.
 
-    python peer.py '{"peer": "onnxruntime", "model": ..., "inputs": [...], "threads": 1, "seconds": 0.5, "output": ...}'
+    python peer.py '{"peer": "onnxruntime", "model": ..., "inputs": [...], "threads": 1, "seconds": 0.5,
+                     "slices": 8, "output": ...}'
 
-Answers how long importing, loading and the first call took, the samples of steady calls, CPU time and memory.
+Answers how long importing, loading and the first call took, the samples of steady calls, CPU time and memory. Works by
+turns: it says ``ready`` when it is warm, takes one of ``slices`` parts of the samples at each line ``go`` and says
+``done``, and answers at any other line.
 """
 
 import json
@@ -175,19 +178,29 @@ def main():
     end = time.perf_counter() + job["seconds"] / 2
     while time.perf_counter() < end:
         run(arrays)
-    samples = []
-    end, cpu = time.perf_counter() + job["seconds"], time.process_time()
-    while len(samples) < 5 or time.perf_counter() < end:
-        start_call = time.perf_counter_ns()
-        run(arrays)
-        samples.append(time.perf_counter_ns() - start_call)
-    cpu = (time.process_time() - cpu) / len(samples)
+    print("ready", file=answers, flush=True)
+    samples, cpu = [], 0.0
+    for line in sys.stdin:
+        if line != "go\n":
+            break
+        # What others left in the caches is not this one's to pay for, unless a call is all there is time for.
+        if samples and samples[-1] < 0.25e9 * job["seconds"] / job["slices"]:
+            run(arrays)
+        end, before = time.perf_counter() + job["seconds"] / job["slices"], time.process_time()
+        while True:
+            start_call = time.perf_counter_ns()
+            run(arrays)
+            samples.append(time.perf_counter_ns() - start_call)
+            if time.perf_counter() >= end:
+                break
+        cpu += time.process_time() - before
+        print("done", file=answers, flush=True)
     answer = {
         "import_s": imported - start,
         "load_s": loaded - imported,
         "first_s": first - began,
         "samples_ns": samples,
-        "cpu_s": cpu,
+        "cpu_s": cpu / max(len(samples), 1),
         "import_bytes": base - begin,
         "model_bytes": resident() - base,
         "peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,

@@ -2,8 +2,9 @@
 
     python bench/peers/run.py [--models NAME ...] [--rounds 5] [--write]
 
-Makes missing environments first (see environments.py). Peers take turns in fresh processes, forwards and backwards, so
-that no moment of the machine belongs to one of them. ``--write`` puts table and plot into docs/benchmarks.md, between
+Makes missing environments first (see environments.py). A round is a fresh process of each peer; when all are warm they
+take turns by slices of their samples, forwards and backwards, so that no moment of the machine belongs to one of them.
+With one thread they share a CPU, another one in the next round. ``--write`` puts table and plot into docs/benchmarks.md, between
 its two marks. Some programs come from --shared, a folder with models exported by ExecuTorch; without it, the lists of
 bench/models remain.
 """
@@ -11,15 +12,18 @@ bench/models remain.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
+import select
 import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +62,12 @@ CONFIGS = ((1, 1), (1, 2), (8, 2))
 #: with its random weights it is 20 % from what it is in fp32.
 TOLERANCE = {"fp32": 1e-3, "int8": 0.08}
 FRAGILE = {"MobileNetV2 int8": 0.25}
+#: Parts of a process's samples.
+SLICES = 8
+#: Seconds that idle threads of OpenMP and others may go on spinning.
+SPINNING = 0.25
+#: Seconds that a peer may take for anything.
+PATIENCE = 600
 START, END = "<!-- peers: written by bench/peers/run.py -->", "<!-- end of peers -->"
 
 
@@ -138,30 +148,105 @@ class Case:
         return path
 
 
-def measure(case: Case, peer: str, python: Path, batch: int, threads: int, seconds: float, output: Path) -> Any:
-    job = {
-        "peer": peer,
-        "model": str(case.files[peer]),
-        "inputs": [str(case.inputs(peer, batch))],
-        "batch": batch,
-        "threads": threads,
-        "seconds": seconds,
-        "output": str(output),
-        "one_by_one": batch > 1 and peer.startswith("executorch"),
-    }
-    if peer == "xnnfast":
-        job["path"] = str(Path(xnnfast.__path__[0]).parent)
-    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        [str(python), str(HERE / "peer.py"), json.dumps(job)],
-        capture_output=True,
-        text=True,
-        env=variables,
-        timeout=600,
-    )
-    if done.returncode:
-        raise RuntimeError((done.stderr.strip().splitlines() or ["no word"])[-1])
-    return json.loads(done.stdout.splitlines()[-1])
+class Child:
+    """A process of one peer, which does its job by turns (see peer.py). Ended with the block that holds it."""
+
+    def __init__(self, peer: str, python: Path, job: dict[str, Any], cpus: set[int] | None = None) -> None:
+        job = {"peer": peer, **job}
+        if peer == "xnnfast":
+            job["path"] = str(Path(xnnfast.__path__[0]).parent)
+        variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        # A file, since a pipe that nobody reads would stop those who have much to say.
+        self.complaints = tempfile.TemporaryFile("w+", errors="replace")
+        command = [str(python), str(HERE / "peer.py"), json.dumps(job)]
+        allowed = os.sched_getaffinity(0)
+        # A process begins where the one that starts it may be.
+        os.sched_setaffinity(0, cpus or allowed)
+        try:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self.complaints,
+                text=True,
+                env=variables,
+            )
+        finally:
+            os.sched_setaffinity(0, allowed)
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+        self.complaints.close()
+
+    def say(self, word: str) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(word + "\n")
+            self.process.stdin.flush()
+
+    def hear(self, word: str | None = None) -> str:
+        """The next line; the one that has to come, if it is known."""
+        stream = self.process.stdout
+        assert stream is not None
+        # One line is due at a time, so that none waits in a buffer where select() does not look.
+        line = stream.readline().strip() if select.select([stream], [], [], PATIENCE)[0] else ""
+        if not line or word not in (None, line):
+            self.complaints.seek(0)
+            lines = self.complaints.read().strip().splitlines()
+            raise RuntimeError((lines or [f"no word within {PATIENCE} s, or an end without one"])[-1][:200])
+        return line
+
+
+def in_turns(
+    case: Case, pythons: dict[str, Path], peers: Sequence[str], batch: int, threads: int, seconds: float, turn: int
+) -> Iterator[tuple[str, dict[str, Any] | str]]:
+    """One round: for each peer, what its process measured, or why it could not."""
+    cpus = None
+    if threads == 1:
+        allowed = sorted(os.sched_getaffinity(0))
+        cpus = {allowed[turn % len(allowed)]}
+    order = list(peers if turn % 2 == 0 else reversed(peers))
+    with contextlib.ExitStack() as stack:
+        children: dict[str, Child] = {}
+
+        def ask(peer: str, word: str | None, answer: str | None) -> str | None:
+            """What the peer says; None when it is out, and the reason is kept."""
+            try:
+                if word is not None:
+                    children[peer].say(word)
+                return children[peer].hear(answer)
+            except RuntimeError as reason:
+                del children[peer]
+                failed[peer] = str(reason)
+                return None
+
+        failed: dict[str, str] = {}
+        for peer in order:
+            job = {
+                "model": str(case.files[peer]),
+                "inputs": [str(case.inputs(peer, batch))],
+                "batch": batch,
+                "threads": threads,
+                "seconds": seconds,
+                "slices": SLICES,
+                "output": str(case.folder / f"{peer}.npz"),
+                "one_by_one": batch > 1 and peer.startswith("executorch"),
+            }
+            children[peer] = stack.enter_context(Child(peer, pythons[peer], job, cpus))
+            ask(peer, None, "ready")
+        for number in range(SLICES):
+            for peer in order if number % 2 == 0 else reversed(order):
+                if peer in children:
+                    # Threads of some spin for a while when their work is done.
+                    time.sleep(SPINNING if threads > 1 else 0.0)
+                    ask(peer, "go", "done")
+        for peer in order:
+            said = ask(peer, "end", None) if peer in children else None
+            yield peer, failed[peer] if said is None else json.loads(said)
 
 
 def pythons_of(peers: list[str]) -> dict[str, Path]:
@@ -222,17 +307,12 @@ def compare(options: argparse.Namespace, pythons: dict[str, Path]) -> list[dict[
                 row["missing"].update(case.missing)
                 peers = [peer for peer in pythons if peer in case.files]
                 for turn in range(options.rounds):
-                    for peer in peers if turn % 2 == 0 else reversed(peers):
-                        if peer in row["missing"]:
-                            continue
-                        output = case.folder / f"{peer}.npz"
-                        try:
-                            found = measure(case, peer, pythons[peer], batch, threads, options.seconds, output)
-                        except (RuntimeError, subprocess.TimeoutExpired) as reason:
-                            row["missing"][peer] = str(reason)[:200]
-                            continue
-                        entry = row["peers"].setdefault(peer, {"processes": []})
-                        entry["processes"].append(found)
+                    taking_part = [peer for peer in peers if peer not in row["missing"]]
+                    for peer, found in in_turns(case, pythons, taking_part, batch, threads, options.seconds, turn):
+                        if isinstance(found, str):
+                            row["missing"][peer] = found
+                        else:
+                            row["peers"].setdefault(peer, {"processes": []})["processes"].append(found)
                 if "xnnfast" not in row["peers"]:
                     # Nothing to compare with: no figure counts.
                     row["missing"].update(dict.fromkeys(row["peers"], "xnnfast gave no result to compare with"))
@@ -403,7 +483,7 @@ def report(rows: list[dict[str, Any]], peers: list[str], options: argparse.Names
             f"Machine: {machine()}; load before the run {load:.1f}. "
             f"XNNPACK {pin['version']}; {', '.join(f'{NAMES[peer]} {versions[peer]}' for peer in peers)}.",
             "",
-            f"Samples per second, medians of {options.rounds} processes that took turns; the best of a row in bold. "
+            f"Samples per second, medians of {options.rounds} processes that took turns by slices; the best of a row in bold. "
             "Threads are workers of one thread each in xnnfast's rows with batch 8.",
             "",
             *table(rows, peers),
