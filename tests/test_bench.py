@@ -33,6 +33,7 @@ def answer(latency=1000.0, load=2000.0, peak=50 << 20, samples=20, **counts):
         "load": {"load": load / 2, "pack": load / 4, "first": load / 4, "total": load},
         "memory": {"resident": 1 << 20, "peak": 1 << 20, "process_peak": peak},
         "opening": dict(IDLE), "while": {**IDLE, **counts}, "spin": [100_000, 101_000],
+        "cpu": None,
     }  # fmt: skip
 
 
@@ -151,7 +152,7 @@ def test_a_clock_that_both_sides_had_is_no_disturbance():
         assert environment.disturbances(each, 1, 2) == {}
     assert environment.unlike_clocks(one, other) is None
     other["spin"] = [100_000, 150_000, 151_000, 150_000, 151_000]
-    assert "took 126 us in the slices of one and 150 us" in environment.unlike_clocks(one, other)
+    assert "took 126 us before slices of A and 150 us before those of B" in environment.unlike_clocks(one, other)
 
 
 def test_disturbed_opening_counts_too():
@@ -286,6 +287,8 @@ def test_workers_that_die_are_told(tmp_path, text, reason, greeted):
         ("echo ready; read line; echo '{\"cpu\": 1}'; exit 3", "ended without an answer: exit status 3"),
         ("echo ready; read line; printf '{\"cpu\": '", "gave no whole answer: exit status 0, its last words were"),
         ("echo ready; read line; echo '{\"error\": \"bad shape\"}'", "^bad shape$"),
+        ("echo ready; read line; echo hello; sleep 100", "gave no whole answer: still running, its last words were"),
+        ("echo banner; echo ready; read line; yes no | head -c 500000 >&2; exit 1", "ended without an answer: no"),
     ],
 )
 def test_workers_that_die_between_turns_are_told(tmp_path, text, reason):
@@ -295,6 +298,16 @@ def test_workers_that_die_between_turns_are_told(tmp_path, text, reason):
         for _ in range(2):
             made.turn("{}")
     made.stop()
+    assert made.process.returncode is not None
+
+
+def test_the_last_words_of_a_worker_that_hangs_are_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(measure, "PATIENCE", 0.5)
+    made = measure.Worker(build_of(tmp_path, "echo ready; echo waiting for the lock >&2; exec sleep 100"))
+    made.wait_until_ready()
+    with pytest.raises(measure.MeasureError, match="for 0.5 s, its last words were: waiting for the lock"):
+        made.turn("{}")
+    made.stop()
 
 
 @pytest.mark.parametrize("ask", [lambda made: made.run({}), lambda made: made.turn("{}")])
@@ -303,6 +316,7 @@ def test_a_worker_that_hangs_is_ended(tmp_path, monkeypatch, ask):
     made = measure.Worker(build_of(tmp_path, "exec sleep 100"))
     with pytest.raises(measure.MeasureError, match=r"no answer from a worker of .* for 0\.1 s"):
         ask(made)
+    made.stop()
     assert made.process.poll() == -signal.SIGKILL
 
 
@@ -318,18 +332,36 @@ def test_turns_add_up_to_one_measurement(tmp_path):
     opened = made.turn(json.dumps(task))
     assert opened["cpu"] in os.sched_getaffinity(0)
     assert os.sched_getaffinity(made.process.pid) == {opened["cpu"]}
-    assert made.turn("warm up")["call_ns"] > 0
+    assert made.turn("warm up")["sample_ns"] > 0
     for _ in range(4):
-        assert made.turn("slice 4") == {}
-        time.sleep(0.05)
+        assert made.turn("slice 5") == {}
+        time.sleep(0.5)
     found = made.turn("end")
     made.stop()
-    assert 4 <= len(found["samples"]) <= 40
+    assert len(found["samples"]) == 20 and found["cpu"] == opened["cpu"]
     # One before opening, and one before each slice.
     assert len(found["spin"]) == 5
     # What the other side does meanwhile is not counted.
-    assert found["while"]["wall"] < 0.1e9 + 4 * 40e6
-    assert found["load"]["total"] == pytest.approx(sum(each for name, each in found["load"].items() if name != "total"))
+    assert found["while"]["wall"] < 0.5e9
+
+
+def test_what_libraries_print_is_no_answer(tmp_path):
+    (tmp_path / "xnnfast").mkdir()
+    (tmp_path / "xnnfast/__init__.py").write_text("print('hello')\nRuntime = None\n")
+    made = measure.Worker(measure.Build(sys.executable, str(tmp_path)))
+    made.wait_until_ready()
+    with pytest.raises(measure.MeasureError, match="KeyError"):
+        made.turn("{}")
+    made.stop()
+
+
+@pytest.mark.parametrize("error", [PermissionError, AttributeError, FileNotFoundError])
+def test_where_binding_is_forbidden_nothing_is_bound(monkeypatch, error):
+    def refuse(*arguments):
+        raise error("no")
+
+    monkeypatch.setattr(worker.os, "sched_setaffinity", refuse)
+    assert worker.stay() is None
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3])
@@ -678,9 +710,12 @@ UNLIKE = {
 @pytest.mark.parametrize("reason", UNLIKE)
 def test_unlike_records_are_refused_saying_why(bench_record, reason):
     # Row P5 of the case list.
-    other = copy.deepcopy(bench_record)
+    one, other = copy.deepcopy(bench_record), copy.deepcopy(bench_record)
+    for each in (one, other):
+        # Where there is AMX, it has one.
+        each["build"]["second_isa"] = None
     UNLIKE[reason](other)
-    facts = compare.compare_records(bench_record, other)
+    facts = compare.compare_records(one, other)
     assert facts["verdict"] == stats.INVALID
     assert any(__import__("re").search(reason, each) for each in facts["refused"]), facts["refused"]
 
@@ -801,27 +836,28 @@ def pair(tmp_path, monkeypatch):
     other = copy.copy(subject)
     made = compare.Pair("mlp", subject, other, measure.Config(2))
     order: list[str] = []
-    slices = made.slices = []
+    slices, jobs, stopped = made.slices, made.jobs, made.stopped = [], [], []
 
     class Fake:
         def __init__(self, build):
-            self.build = build
-            self.process = type("Done", (), {"poll": lambda self: 0})()
+            self.side = "?"
 
         def wait_until_ready(self):
             pass
 
-        def turn(self, words):
+        def turn(self, words, seconds):
             if words.startswith("{"):
-                job = json.loads(words)
-                self.side = "a" if job["options"].get("side") == "a" else "b"
+                self.job = json.loads(words)
+                self.side = self.job["options"]["side"]
                 order.append(self.side)
-                self.answer = made.script(self.side, len(order))
-                # The second one goes where the first one is.
-                assert job["stay"] and job["cpus"] == (None if len(order) % 2 else [len(order) - 1])
+                self.answer = {**made.script(self.side, len(order)), "cpu": 1 if self.job["stay"] else None}
+                jobs.append(self.job)
             else:
-                slices.append(self.side + words)
-            return self.answer if words == "end" else {"cpu": len(order), "call_ns": self.answer["samples"][0]}
+                slices.append((self.side, words))
+            return self.answer if words == "end" else {**self.answer, "sample_ns": self.answer["samples"][0]}
+
+        def stop(self):
+            stopped.append(self.side)
 
     subject.options, other.options = {"side": "a"}, {"side": "b"}
     monkeypatch.setattr(compare, "Worker", Fake)
@@ -852,20 +888,91 @@ def test_rounds_alternate_in_order(pair):
     assert facts["results"][0]["rounds"] == stats.MIN_ROUNDS
 
 
+def sides(made, words):
+    return "".join(side for side, each in made.slices if each == words)
+
+
 def test_processes_of_a_round_take_turns_by_slices(pair):
     made, _ = pair
+    made.script = lambda side, turn: answer(1e6 if side == "a" else 0.8e6)
+    compare.compare([made], settings=compare.Settings(seconds=0.1, metrics=("latency",)))
+    # Samples of 2 ms on the slower side: five in each of ten slices, on both sides. A begins the first round, B the
+    # second.
+    assert made.slices[:2] == [("a", "warm up"), ("b", "warm up")]
+    assert {words for _, words in made.slices} == {"warm up", "slice 5", "end"}
+    assert sides(made, "slice 5")[:40] == 5 * "abba" + 5 * "baab"
+
+
+def test_slow_calls_get_few_slices_of_one(pair):
+    made, _ = pair
+    # 100 ms on one side are longer than a slice.
+    made.script = lambda side, turn: answer(50e6 if side == "b" else 1e6)
+    compare.compare([made], settings=compare.Settings(seconds=0.15, metrics=("latency",)))
+    assert sides(made, "slice 1")[:10] == "abbaabbaab"
+    assert {words for _, words in made.slices} == {"warm up", "slice 1", "end"}
+
+
+def test_no_more_samples_than_asked_for_in_all_slices(pair):
+    made, _ = pair
+    made.script = lambda side, turn: answer(1000.0)
+    compare.compare([made], settings=compare.Settings(most=45, metrics=("latency",)))
+    assert {words for _, words in made.slices} == {"warm up", "slice 4", "end"}
+
+
+def test_both_sides_share_a_cpu_and_leave_one_where_they_were_disturbed(pair):
+    made, _ = pair
+    calm = noisy(1.0)
+    made.script = lambda side, turn: answer(waited=150_000_000) if turn == 6 else calm(side, turn)
+    compare.compare([made], settings=compare.Settings(cpus=None))
+    assert all(job["stay"] for job in made.jobs)
+    # The scheduler's choice for the first process, that one for the second; anew after the third round.
+    assert [job["cpus"] for job in made.jobs[:8]] == [None, [1], [1], [1], [1], [1], None, [1]]
+
+
+def test_sides_that_need_more_cpus_are_not_bound(pair):
+    made, _ = pair
+    made.config = measure.Config(2, threads=2)
     made.script = noisy(1.0)
-    run(made)
-    # Fast calls: ten slices of each side in the first round, which A begins, and as many in the second one.
-    sides = "".join(each[0] for each in made.slices if each[1:] == "slice 10")
-    assert sides[:40] == 5 * "abba" + 5 * "baab"
-    assert made.slices[:2] == ["awarm up", "bwarm up"]
-    made.slices.clear()
-    made.script = lambda side, turn: answer(100e6 if side == "a" else 1000.0)
-    run(made)
-    # Slow calls on one side: five of each, so that a round does not take forever. It is the eighth round, which B begins.
-    assert "".join(each[0] for each in made.slices if each[1:] == "slice 5")[:10] == "baabbaabba"
-    assert not [each for each in made.slices if each.endswith("slice 10")]
+    allowed = sorted(os.sched_getaffinity(0))
+    compare.compare([made], settings=compare.Settings(cpus=allowed))
+    assert [(job["stay"], job["cpus"]) for job in made.jobs] == [(False, allowed)] * len(made.jobs)
+
+
+def test_others_on_the_cpu_that_both_are_bound_to_are_seen(pair, monkeypatch):
+    made, _ = pair
+    # Half of the CPU's time: of two CPUs that were allowed, it would be spare.
+    made.script = lambda side, turn: answer(busy=IDLE["cpu"] + 200_000_000)
+    clock = iter(range(10_000))
+    monkeypatch.setattr(compare.time, "monotonic", lambda: float(next(clock)))
+    facts = compare.compare([made], settings=compare.Settings(budget=60.0))
+    assert facts["results"][0]["disturbances"] == {"others": facts["results"][0]["disturbed"]}
+
+
+def test_clocks_of_both_sides_are_compared(pair, monkeypatch):
+    made, _ = pair
+    made.script = lambda side, turn: {**answer(), "turns": True, "spin": [99_000, 120_000 if side == "b" else 100_000]}
+    clock = iter(range(10_000))
+    monkeypatch.setattr(compare.time, "monotonic", lambda: float(next(clock)))
+    facts = compare.compare([made], settings=compare.Settings(budget=60.0))
+    assert facts["verdict"] == stats.INVALID
+    assert "took 100 us before slices of A and 120 us before those of B" in facts["results"][0]["invalid"][0]
+
+
+@pytest.mark.parametrize("when", ["warm up", "slice", "end"])
+def test_workers_are_stopped_whatever_happens(pair, monkeypatch, when):
+    made, _ = pair
+    made.script = noisy(1.0)
+    turn = compare.Worker.turn
+
+    def interrupted(self, words, seconds):
+        if words.startswith(when) and self.side == "b":
+            raise KeyboardInterrupt
+        return turn(self, words, seconds)
+
+    monkeypatch.setattr(compare.Worker, "turn", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        compare.compare([made])
+    assert sorted(made.stopped) == ["a", "b"]
 
 
 def test_a_slowdown_ends_the_comparison(pair):

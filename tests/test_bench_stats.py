@@ -158,7 +158,13 @@ def with_tails(rng, n):
     return np.exp(rng.normal(0, 0.015, (2, n)) + (rng.random((2, n)) < 0.15) * rng.exponential(0.3, (2, n)))
 
 
+def shared(rng, n):
+    """A host whose neighbours come and go between rounds, by 6 %, and are the same to both sides of one."""
+    return np.exp(rng.normal(0, 0.06, n) + rng.normal(0, 0.008, (2, n)))
+
+
 NOISE = {
+    "shared": shared,
     "1%": independent(0.01),
     "2%": independent(0.02),
     "6%": independent(0.06),
@@ -206,6 +212,13 @@ def test_a_difference_that_may_be_small_is_ambiguous():
 def test_noise_beyond_all_measure_is_not_called_the_same():
     a, b = independent(0.5)(np.random.default_rng(1), 20)
     assert stats.judge(stats.examine({"latency": (a, b)})["latency"]) == stats.AMBIGUOUS
+
+
+def test_a_slowdown_that_every_round_shows_is_not_called_the_same():
+    # The test can't tell sides apart whose rounds differ more than they do; the interval can.
+    for seed in range(40):
+        a, b = shared(np.random.default_rng([seed, 9]), 10)
+        assert stats.judge(stats.examine({"latency": (a, 1.06 * b)})["latency"]) in (stats.SLOWER, stats.AMBIGUOUS)
 
 
 def test_too_few_rounds_decide_nothing():

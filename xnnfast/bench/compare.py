@@ -1,7 +1,7 @@
 """Two builds, models or records compared: from rounds of fresh processes to a verdict per metric.
 
 In come two sides; out goes a result with the verdicts, their evidence and all samples. A round is a fresh process of
-each side, and these take turns by slices of a few milliseconds, so that what comes and goes on the machine hits both.
+each side, and these take turns by slices of milliseconds, so that what comes and goes on the machine hits both.
 Rounds and slices alternate in order (A B, B A, ...), a disturbed round is thrown away and repeated, and before
 anything is timed the outputs of both sides are compared: a faster wrong answer is none.
 """
@@ -55,8 +55,7 @@ TOLERANCES = {"float64": 1e-6, "float32": 1e-4, "float16": 2e-2, "bfloat16": 2e-
 MOST_DISTURBED = 0.75
 #: Share of the budget after which such a machine is given up.
 PATIENCE = 0.5
-#: Slices of a process's samples, each of at least one call; the second number is for models whose calls are longer than
-#: such a slice.
+#: Slices of a process's samples; the second number is for models of which no sample fits into such a slice.
 SLICES, SLOW_SLICES = 10, 5
 
 
@@ -76,6 +75,8 @@ class Pair:
     files: list[str | None] = field(default_factory=list)
     #: Which of the pairs it is: two may have one label.
     number: int = 0
+    #: The CPU that the last round was on, if it was bound to one and not disturbed there.
+    cpu: int | None = None
 
     @property
     def rounds(self) -> int:
@@ -301,33 +302,48 @@ def _prepare(pair: Pair, place: str, settings: Settings, inputs: Sequence[Any], 
         pair.refusals.append(f"outputs differ: {reason}")
 
 
+class _SideError(MeasureError):
+    """One side could not measure."""
+
+    def __init__(self, side: int, reason: MeasureError) -> None:
+        super().__init__(str(reason))
+        self.side = "AB"[side]
+
+
 def _round(pair: Pair, settings: Settings, allowed: int) -> bool:
     """One process of each side; whether nothing disturbed them. Both start at once, since imports need not be measured,
     and work in turn."""
-    tried = pair.rounds + len(pair.disturbed)
-    order = (0, 1) if tried % 2 == 0 else (1, 0)
-    workers = [Worker((pair.a, pair.b)[side].build) for side in order]
+    order = (0, 1) if pair.rounds % 2 == 0 else (1, 0)
+    workers: dict[int, Worker] = {}
     try:
-        for worker in workers:
+        for side in order:
+            try:
+                workers[side] = Worker((pair.a, pair.b)[side].build)
+            except MeasureError as error:
+                raise _SideError(side, error) from error
+        for worker in workers.values():
             worker.wait_until_ready()
-        answers = _in_turns(pair, dict(zip(order, workers)), settings)
-    except MeasureError as error:
+        answers = _in_turns(pair, workers, settings)
+    except _SideError as error:
         # What crashes now and then is not comparable either.
-        pair.refusals.append(f"{error.args[0]} failed in round {tried + 1}: {error.args[1]}")
+        pair.refusals.append(f"{error.side} failed in round {pair.rounds + len(pair.disturbed) + 1}: {error}")
         return False
     finally:
-        for worker in workers:
-            if worker.process.poll() is None:
-                worker.stop()
+        for worker in workers.values():
+            worker.stop()
+    # Bound to one CPU, processes don't see what happens on others.
+    watched = allowed if answers[0]["cpu"] is None else 1
     found: dict[str, str] = {}
     for answer in answers:
-        found = found or disturbances(answer, pair.config.cpus, allowed, settings.clock)
+        found = found or disturbances(answer, pair.config.cpus, watched, settings.clock)
     unlike = unlike_clocks(*answers)
     if not found and unlike is not None:
         found["clock"] = unlike
     if found:
         pair.disturbed.append(found)
+        pair.cpu = None
         return False
+    pair.cpu = answers[0]["cpu"]
     for kept, answer in zip(pair.sides, answers):
         kept.append(answer)
     return True
@@ -339,12 +355,14 @@ def _in_turns(pair: Pair, workers: Mapping[int, Worker], settings: Settings) -> 
 
     def turn(side: int, words: str) -> Facts:
         try:
-            return workers[side].turn(words)
+            return workers[side].turn(words, settings.seconds + settings.warm_up)
         except MeasureError as error:
-            raise MeasureError("AB"[side], str(error)) from error
+            raise _SideError(side, error) from error
 
-    # One that runs alone stays where the scheduler put the first of them, or the two would be on unlike CPUs.
-    cpus, stay = settings.cpus, pair.config.cpus == 1
+    # One that needs no more shares a CPU with the other, or the two might be on unlike ones: that where the scheduler
+    # puts the first of them.
+    stay = pair.config.cpus == 1
+    cpus = settings.cpus if pair.cpu is None else [pair.cpu]
     for side in workers:
         task = job(
             (pair.a, pair.b)[side],
@@ -359,13 +377,15 @@ def _in_turns(pair: Pair, workers: Mapping[int, Worker], settings: Settings) -> 
             turns=True,
         )
         opened = turn(side, json.dumps(task))
-        if stay:
+        if opened["cpu"] is not None:
             cpus = [opened["cpu"]]
-    slowest = max(turn(side, "warm up")["call_ns"] for side in workers)
-    count = SLICES if slowest * SLICES <= 1e9 * settings.seconds else SLOW_SLICES
-    for number in range(count):
+    slowest = max(turn(side, "warm up")["sample_ns"] for side in workers)
+    slices = SLICES if slowest * SLICES <= 1e9 * settings.seconds else SLOW_SLICES
+    # As many on both sides, so that the first ones, which find the caches cold, have the same share in both.
+    samples = max(1, min(settings.most // slices, int(1e9 * settings.seconds / slices / slowest)))
+    for number in range(slices):
         for side in workers if number % 2 == 0 else reversed(list(workers)):
-            turn(side, f"slice {count}")
+            turn(side, f"slice {samples}")
     return [turn(side, "end") for side in (0, 1)]
 
 

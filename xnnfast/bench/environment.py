@@ -147,8 +147,11 @@ def _apart(one: float, other: float) -> bool:
 
 
 def unlike_clocks(a: Mapping[str, Any], b: Mapping[str, Any]) -> str | None:
-    """Whether the CPU was faster in the slices of one process than in those of the other, which took turns with it."""
+    """Whether the CPU was faster for one of two processes that took turns, by what went before their slices.
+
+    Openings are not judged that way: they are too short for a loop before them to tell what they met.
+    """
     one, other = (statistics.median(each["spin"][1:]) for each in (a, b))
     if not _apart(one, other):
         return None
-    return f"a fixed loop took {one / 1000:.0f} us in the slices of one and {other / 1000:.0f} us in those of the other"
+    return f"a fixed loop took {one / 1000:.0f} us before slices of A and {other / 1000:.0f} us before those of B"

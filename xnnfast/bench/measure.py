@@ -12,7 +12,7 @@ import itertools
 import json
 import math
 import os
-import select
+import selectors
 import shutil
 import signal
 import subprocess
@@ -94,58 +94,72 @@ class Worker:
     def __init__(self, build: Build) -> None:
         self.build = build
         self._greeted = False
+        # A file, since a pipe that nobody reads between turns would stop those who have much to say.
+        self._complaints = tempfile.TemporaryFile("w+", errors="replace")
         try:
             self.process = subprocess.Popen(
                 [build.python, str(WORKER)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+                stderr=self._complaints,
                 text=True,
                 env=build.environment(),
                 cwd=tempfile.gettempdir(),
             )
         except OSError as error:
+            self._complaints.close()
             raise MeasureError(f"{build.python} can't be started: {error}") from error
 
     def run(self, job: Facts) -> Facts:
         """The answer to the job. The process ends, whatever happens here."""
         timeout = PATIENCE + job.get("seconds", 0.0) + job.get("warm_up", 0.0)
         try:
-            out, err = self.process.communicate(json.dumps(job) + "\n", timeout=timeout)
+            out, _ = self.process.communicate(json.dumps(job) + "\n", timeout=timeout)
+            lines = out.splitlines()
+            return self._understood(lines[-1] if len(lines) + self._greeted >= 2 else "")
         except subprocess.TimeoutExpired:
-            self.stop()
-            raise MeasureError(f"no answer from a worker of {self.build} for {timeout:g} s") from None
-        except BaseException:
+            raise self._too_late(timeout) from None
+        finally:
             # An interrupt, say: nobody would wait for the answer.
             self.stop()
-            raise
-        lines = out.splitlines()
-        return self._understood(lines, len(lines) + self._greeted >= 2, err)
 
-    def turn(self, words: str) -> Facts:
-        """Ask for the next part of a job with ``turns``, and what the worker says when that is done."""
+    def turn(self, words: str, seconds: float = 0.0) -> Facts:
+        """Ask for the next part of a job with ``turns``, and what the worker says when that is done; ``seconds``: how
+        long that is meant to take. The process goes on, until ``stop``."""
         assert self.process.stdin is not None and self.process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(words + "\n")
             self.process.stdin.flush()
-        # No more than one line is ever due, so that none waits in a buffer where select() does not look.
-        if not select.select([self.process.stdout], [], [], PATIENCE)[0]:
-            self.stop()
-            raise MeasureError(f"no answer from a worker of {self.build} for {PATIENCE:g} s")
+        with selectors.DefaultSelector() as selector:
+            # No more than one line is due at a time, so that none waits in a buffer where nobody looks.
+            selector.register(self.process.stdout, selectors.EVENT_READ)
+            if not selector.select(PATIENCE + seconds):
+                raise self._too_late(PATIENCE + seconds)
         line = self.process.stdout.readline()
-        err = "" if line.endswith("\n") else self.process.communicate()[1]
-        return self._understood([line], bool(line), err)
+        if not line.endswith("\n"):
+            self.process.wait()
+        return self._understood(line)
 
-    def _understood(self, lines: Sequence[str], answered: bool, err: str) -> Facts:
-        """What the last line says, or the reason why there is none."""
-        status = self.process.returncode
-        if not answered:
-            reason = (err.strip().splitlines() or [_ended(status)])[-1]
-            raise MeasureError(f"a worker of {self.build} ended without an answer: {reason}")
+    def _too_late(self, timeout: float) -> MeasureError:
+        words = self._last_words()
+        return MeasureError(
+            f"no answer from a worker of {self.build} for {timeout:g} s{words and f', its last words were: {words}'}"
+        )
+
+    def _last_words(self) -> str:
+        self._complaints.seek(0, os.SEEK_END)
+        self._complaints.seek(max(0, self._complaints.tell() - 4096))
+        return (self._complaints.read().strip().splitlines() or [""])[-1]
+
+    def _understood(self, line: str) -> Facts:
+        """What the line says, or the reason why there is none."""
+        ended = _ended(self.process.returncode)
+        if not line:
+            raise MeasureError(f"a worker of {self.build} ended without an answer: {self._last_words() or ended}")
         try:
-            answer: Facts = json.loads(lines[-1])
+            answer: Facts = json.loads(line)
         except ValueError:
-            reason = f"{_ended(status)}, its last words were {lines[-1][:80]!r}"
+            reason = f"{ended}, its last words were {line[:80]!r}"
             raise MeasureError(f"a worker of {self.build} gave no whole answer: {reason}") from None
         if "error" in answer:
             raise MeasureError(answer["error"])
@@ -153,16 +167,22 @@ class Worker:
 
     def wait_until_ready(self) -> None:
         assert self.process.stdout is not None
-        # Nothing follows before the job is given, so that nothing is lost to run().
-        self._greeted = bool(self.process.stdout.readline())
+        # Wrappers may have words of their own before. Nothing follows until the job is given.
+        while line := self.process.stdout.readline():
+            if line == "ready\n":
+                self._greeted = True
+                break
 
     def stop(self) -> None:
         with contextlib.suppress(OSError):
             self.process.kill()
         self.process.communicate()
+        self._complaints.close()
 
 
-def _ended(status: int) -> str:
+def _ended(status: int | None) -> str:
+    if status is None:
+        return "still running"
     if status >= 0:
         return f"exit status {status}"
     try:

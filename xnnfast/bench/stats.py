@@ -177,8 +177,9 @@ def paired_ratio(a: Any, b: Any, *, seed: int = 0, resamples: int = RESAMPLES) -
     differences = y - x
     n = differences.size
     found = middle(differences[rng.integers(0, n, (resamples, n))])
-    # Neighbours of one side stand for a comparison of a build with itself.
-    own = np.concatenate([side[1::2] - side[: n - n % 2 : 2] for side in (x, y)])
+    # How rounds that follow each other differ is what a comparison of a build with itself would find: each side has
+    # the same build in both, and the speed of the machine, which a round's sides share, is in neither.
+    own = np.diff(differences) / math.sqrt(2)
     noise = 0.0
     if own.size > 1:
         signs = rng.choice([-1.0, 1.0], (resamples, own.size))
@@ -228,7 +229,11 @@ class Evidence:
 
     @property
     def beyond(self) -> bool:
-        edge = math.log1p(self.threshold)
+        return self.outside(self.threshold)
+
+    def outside(self, share: float) -> bool:
+        """The interval leaves no room for a smaller change."""
+        edge = math.log1p(share)
         return math.log(self.ratio.low) > edge or math.log(self.ratio.high) < -edge
 
     def within(self, share: float) -> bool:
@@ -259,7 +264,7 @@ def judge(evidence: Evidence) -> str:
     """The verdict if nothing more can be measured.
 
     SLOWER and FASTER need the test and the interval to agree. SAME needs the interval to lie within the tolerance,
-    or both to say nothing and the interval to leave no room for a change by 10 %.
+    or to reach into it while both say nothing and leave no room for a change by 10 %.
     """
     if evidence.rounds < MIN_ROUNDS:
         return INVALID
@@ -267,7 +272,8 @@ def judge(evidence: Evidence) -> str:
         return SLOWER if evidence.ratio.value > 1 else FASTER
     if evidence.within(TOLERANCE):
         return SAME
-    return SAME if not evidence.significant and not evidence.beyond and evidence.within(COARSE) else AMBIGUOUS
+    unclear = evidence.significant or evidence.outside(TOLERANCE) or not evidence.within(COARSE)
+    return AMBIGUOUS if unclear else SAME
 
 
 def settled(evidence: Evidence) -> bool:

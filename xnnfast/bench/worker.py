@@ -35,6 +35,8 @@ WALL = time.perf_counter_ns
 CLOCK = WALL
 #: Medians of two successive groups of samples that differ by less are the same.
 STABLE = 0.02
+#: Where answers go.
+ANSWERS = sys.stdout
 #: The process that asked, by its id, where there is one.
 PARENT: int | None = None
 #: A sample is at least that long: the clock itself takes 50 ns.
@@ -150,12 +152,15 @@ class Watch:
             self.counts[name] = self.counts.get(name, 0) + value - start[name]
 
 
-def stay() -> int:
-    """Bind this process to the CPU that it is on, and its number."""
-    # What follows the command, which may hold blanks, in proc_pid_stat(5): the CPU is number 39 of all.
-    with open("/proc/self/stat") as stream:
-        cpu = int(stream.read().rpartition(")")[2].split()[36])
-    os.sched_setaffinity(0, {cpu})
+def stay() -> int | None:
+    """Bind this process to the CPU that it is on, and its number; None where that can't be done."""
+    try:
+        # What follows the command, which may hold blanks, in proc_pid_stat(5): the CPU is number 39 of all.
+        with open("/proc/self/stat") as stream:
+            cpu = int(stream.read().rpartition(")")[2].split()[36])
+        os.sched_setaffinity(0, {cpu})
+    except (OSError, ValueError, IndexError, AttributeError):
+        return None
     return cpu
 
 
@@ -280,12 +285,23 @@ def timed(call: Call, count: int, inner: int) -> list[int]:
 
 def rest(**words: Any) -> str:
     """Say that a part is done, and wait for the next one to be asked for."""
-    sys.stdout.write(json.dumps(words, allow_nan=False) + "\n")
-    sys.stdout.flush()
+    # Threads of a pool may spin for a while after their work, on CPUs that are another's now.
+    for _ in range(100):
+        before = time.process_time_ns()
+        time.sleep(0.002)
+        if time.process_time_ns() - before < 500_000:
+            break
+    say(words)
     line = sys.stdin.readline()
     if not line:
         os._exit(1)
     return line.strip()
+
+
+def say(words: Facts) -> None:
+    """A line to the process that asked. What libraries print goes elsewhere."""
+    ANSWERS.write(json.dumps(words, allow_nan=False) + "\n")
+    ANSWERS.flush()
 
 
 def leave_if_alone() -> None:
@@ -335,7 +351,7 @@ def measure(job: Any) -> Facts:
     """One measurement of a model from its file to steady calls.
 
     With ``turns`` in the job it rests between its parts: when the model is open, when calls are warm, and after each
-    slice of the samples. ``slice N`` asks for one of N slices, any other line for the answer.
+    slice of the samples. ``slice N`` asks for N samples, any other line for the answer.
     """
     global CLOCK
     if job.get("clock") == "cpu":
@@ -384,15 +400,16 @@ def measure(job: Any) -> Facts:
     one = median(warm) / inner
     samples: list[int] = []
     if turns:
-        words = rest(call_ns=one)
+        words = rest(sample_ns=one * inner)
         while words.startswith("slice "):
-            share = int(words.split()[1])
+            count = int(words.split()[1])
             spins.append(spin(20))
-            # What the other process left in the caches is not this one's to pay for.
-            if one < 0.25e9 * window / share:
-                call()
             with sampling.on():
-                samples += sample(call, inner, window / share, 1, -(-most // share))
+                # What the other process left in the caches is not this one's to pay for, unless there is time for
+                # no more than that, on both sides.
+                if count > 1:
+                    call()
+                samples += timed(call, count, inner)
             words = rest()
     else:
         with sampling.on():
@@ -410,6 +427,7 @@ def measure(job: Any) -> Facts:
         "while": sampling.counts,
         "spin": spins,
         "turns": turns,
+        "cpu": cpu,
     }
     if opened.engine is not None:
         answer["memory"].update(opened.engine.memory)
@@ -528,14 +546,16 @@ def build(xnnfast: Any) -> Facts:
 
 
 def main() -> None:
-    global PARENT
+    global PARENT, ANSWERS
     PARENT = os.getppid()
+    ANSWERS = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     import xnnfast
 
     # What a measurement needs: on first use it would be a part of the model's own time.
     getattr(xnnfast, "Runtime")  # noqa: B009
-    sys.stdout.write("ready\n")
-    sys.stdout.flush()
+    ANSWERS.write("ready\n")
+    ANSWERS.flush()
     line = sys.stdin.readline()
     if not line.strip():
         return
@@ -545,8 +565,7 @@ def main() -> None:
         answer = (probe if job.get("probe") else measure)(job)
     except Exception as error:
         answer = {"error": f"{type(error).__name__}: {error}"}
-    sys.stdout.write(json.dumps(answer, allow_nan=False) + "\n")
-    sys.stdout.flush()
+    say(answer)
 
 
 if __name__ == "__main__":
