@@ -305,7 +305,7 @@ def test_the_last_words_of_a_worker_that_hangs_are_told(tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "PATIENCE", 0.5)
     made = measure.Worker(build_of(tmp_path, "echo ready; echo waiting for the lock >&2; exec sleep 100"))
     made.wait_until_ready()
-    with pytest.raises(measure.MeasureError, match="for 0.5 s, its last words were: waiting for the lock"):
+    with pytest.raises(measure.MeasureError, match=r"for 0\.5 s, its last words were: waiting for the lock"):
         made.turn("{}")
     made.stop()
 

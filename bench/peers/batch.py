@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import statistics
@@ -83,7 +84,7 @@ def team(case: Case, peer: str, python: Path, setting: Setting, count: int) -> I
     edges = np.linspace(0, count, setting.processes + 1).astype(int)
     children, outputs = [], []
     with contextlib.ExitStack() as stack:
-        for part, (first, last) in enumerate(zip(edges[:-1], edges[1:])):
+        for part, (first, last) in enumerate(itertools.pairwise(edges)):
             outputs.append(case.folder / f"{peer}-{setting.batch}-{setting.processes}-{part}.npz")
             job = {
                 "model": str(case.files[peer]),

@@ -4,9 +4,9 @@
 
 Makes missing environments first (see environments.py). A round is a fresh process of each peer; when all are warm they
 take turns by slices of their samples, forwards and backwards, so that no moment of the machine belongs to one of them.
-With one thread they share a CPU, another one in the next round. ``--write`` puts table and plot into docs/benchmarks.md, between
-its two marks. Some programs come from --shared, a folder with models exported by ExecuTorch; without it, the lists of
-bench/models remain.
+With one thread they share a CPU, another one in the next round. ``--write`` puts table and plot into
+docs/benchmarks.md, between its two marks. Some programs come from --shared, a folder with models exported by
+ExecuTorch; without it, the lists of bench/models remain.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class Child:
             job["path"] = str(Path(xnnfast.__path__[0]).parent)
         variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         # A file, since a pipe that nobody reads would stop those who have much to say.
-        self.complaints = tempfile.TemporaryFile("w+", errors="replace")
+        self.complaints = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         command = [str(python), str(HERE / "peer.py"), json.dumps(job)]
         allowed = os.sched_getaffinity(0)
         # A process begins where the one that starts it may be.
@@ -483,8 +483,8 @@ def report(rows: list[dict[str, Any]], peers: list[str], options: argparse.Names
             f"Machine: {machine()}; load before the run {load:.1f}. "
             f"XNNPACK {pin['version']}; {', '.join(f'{NAMES[peer]} {versions[peer]}' for peer in peers)}.",
             "",
-            f"Samples per second, medians of {options.rounds} processes that took turns by slices; the best of a row in bold. "
-            "Threads are workers of one thread each in xnnfast's rows with batch 8.",
+            f"Samples per second, medians of {options.rounds} processes that took turns by slices; the best of a row "
+            "in bold. Threads are workers of one thread each in xnnfast's rows with batch 8.",
             "",
             *table(rows, peers),
             "",

@@ -95,7 +95,7 @@ class Worker:
         self.build = build
         self._greeted = False
         # A file, since a pipe that nobody reads between turns would stop those who have much to say.
-        self._complaints = tempfile.TemporaryFile("w+", errors="replace")
+        self._complaints = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         try:
             self.process = subprocess.Popen(
                 [build.python, str(WORKER)],
