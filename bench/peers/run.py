@@ -159,10 +159,7 @@ class Child:
         # A file, since a pipe that nobody reads would stop those who have much to say.
         self.complaints = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         command = [str(python), str(HERE / "peer.py"), json.dumps(job)]
-        allowed = os.sched_getaffinity(0)
-        # A process begins where the one that starts it may be.
-        os.sched_setaffinity(0, cpus or allowed)
-        try:
+        with _bound(cpus):
             self.process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
@@ -171,16 +168,18 @@ class Child:
                 text=True,
                 env=variables,
             )
-        finally:
-            os.sched_setaffinity(0, allowed)
 
     def __enter__(self) -> Child:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.process.kill()
-        self.process.communicate()
-        self.complaints.close()
+        for stream in (self.process.stdin, self.process.stdout, self.complaints):
+            assert stream is not None
+            # Not read to its end: a child of the process may hold it open.
+            with contextlib.suppress(OSError):
+                stream.close()
+        self.process.wait()
 
     def say(self, word: str) -> None:
         assert self.process.stdin is not None
@@ -193,12 +192,29 @@ class Child:
         stream = self.process.stdout
         assert stream is not None
         # One line is due at a time, so that none waits in a buffer where select() does not look.
-        line = stream.readline().strip() if select.select([stream], [], [], PATIENCE)[0] else ""
-        if not line or word not in (None, line):
-            self.complaints.seek(0)
-            lines = self.complaints.read().strip().splitlines()
-            raise RuntimeError((lines or [f"no word within {PATIENCE} s, or an end without one"])[-1][:200])
-        return line
+        late = not select.select([stream], [], [], PATIENCE)[0]
+        line = "" if late else stream.readline().strip()
+        if line and word in (None, line):
+            return line
+        if line:
+            raise RuntimeError(f"said {line[:100]!r} instead of {word!r}")
+        self.complaints.seek(0)
+        last = (self.complaints.read().strip().splitlines() or ["it had no last words"])[-1][:200]
+        raise RuntimeError(f"nothing for {PATIENCE} s: {last}" if late else last)
+
+
+@contextlib.contextmanager
+def _bound(cpus: set[int] | None) -> Iterator[None]:
+    """A process begins where the one that starts it may be, if the system lets it choose."""
+    allowed = os.sched_getaffinity(0)
+    if cpus is not None:
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, cpus)
+    try:
+        yield
+    finally:
+        if cpus is not None:
+            os.sched_setaffinity(0, allowed)
 
 
 def in_turns(
@@ -220,7 +236,8 @@ def in_turns(
                     children[peer].say(word)
                 return children[peer].hear(answer)
             except RuntimeError as reason:
-                del children[peer]
+                # It must not go on beside the others.
+                children.pop(peer).process.kill()
                 failed[peer] = str(reason)
                 return None
 
@@ -236,7 +253,9 @@ def in_turns(
                 "output": str(case.folder / f"{peer}.npz"),
                 "one_by_one": batch > 1 and peer.startswith("executorch"),
             }
-            children[peer] = stack.enter_context(Child(peer, pythons[peer], job, cpus))
+            # This one takes as many threads as there are CPUs, and they would fight for the one.
+            free = peer == "executorch_numpy"
+            children[peer] = stack.enter_context(Child(peer, pythons[peer], job, None if free else cpus))
             ask(peer, None, "ready")
         for number in range(SLICES):
             for peer in order if number % 2 == 0 else reversed(order):
@@ -484,7 +503,8 @@ def report(rows: list[dict[str, Any]], peers: list[str], options: argparse.Names
             f"XNNPACK {pin['version']}; {', '.join(f'{NAMES[peer]} {versions[peer]}' for peer in peers)}.",
             "",
             f"Samples per second, medians of {options.rounds} processes that took turns by slices; the best of a row "
-            "in bold. Threads are workers of one thread each in xnnfast's rows with batch 8.",
+            "in bold. Threads are workers of one thread each in xnnfast's rows with batch 8; ExecuTorch (NumPy) takes a "
+            "thread for each CPU in all rows.",
             "",
             *table(rows, peers),
             "",

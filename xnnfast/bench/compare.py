@@ -55,8 +55,9 @@ TOLERANCES = {"float64": 1e-6, "float32": 1e-4, "float16": 2e-2, "bfloat16": 2e-
 MOST_DISTURBED = 0.75
 #: Share of the budget after which such a machine is given up.
 PATIENCE = 0.5
-#: Slices of a process's samples; the second number is for models of which no sample fits into such a slice.
-SLICES, SLOW_SLICES = 10, 5
+#: Slices of a process's samples; the second number is for models of which no sample fits into such a slice. Odd, since
+#: of A B B A A B the same share then follows the other side, for each of them.
+SLICES, SLOW_SLICES = 9, 5
 
 
 @dataclass
@@ -381,7 +382,7 @@ def _in_turns(pair: Pair, workers: Mapping[int, Worker], settings: Settings) -> 
             cpus = [opened["cpu"]]
     slowest = max(turn(side, "warm up")["sample_ns"] for side in workers)
     slices = SLICES if slowest * SLICES <= 1e9 * settings.seconds else SLOW_SLICES
-    # As many on both sides, so that the first ones, which find the caches cold, have the same share in both.
+    # As many on both sides, so that those that find the caches cold have the same share in both.
     samples = max(1, min(settings.most // slices, int(1e9 * settings.seconds / slices / slowest)))
     for number in range(slices):
         for side in workers if number % 2 == 0 else reversed(list(workers)):

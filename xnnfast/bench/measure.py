@@ -167,17 +167,27 @@ class Worker:
 
     def wait_until_ready(self) -> None:
         assert self.process.stdout is not None
-        # Wrappers may have words of their own before. Nothing follows until the job is given.
-        while line := self.process.stdout.readline():
-            if line == "ready\n":
-                self._greeted = True
-                break
+        # What hangs at import is ended, and told by whoever asks for a measurement.
+        timer = threading.Timer(PATIENCE, self.process.kill)
+        timer.start()
+        try:
+            # Wrappers may have words of their own before. Nothing follows until the job is given.
+            while line := self.process.stdout.readline():
+                if line == "ready\n":
+                    self._greeted = True
+                    break
+        finally:
+            timer.cancel()
 
     def stop(self) -> None:
         with contextlib.suppress(OSError):
             self.process.kill()
-        self.process.communicate()
-        self._complaints.close()
+        for stream in (self.process.stdin, self.process.stdout, self._complaints):
+            assert stream is not None
+            # Not read to its end: a child of the worker may hold it open.
+            with contextlib.suppress(OSError):
+                stream.close()
+        self.process.wait()
 
 
 def _ended(status: int | None) -> str:

@@ -159,7 +159,7 @@ class Ratio:
     value: float
     low: float
     high: float
-    #: Standard deviation of the estimate where there is no difference, measured within the sides.
+    #: Standard deviation of the estimate where there is no difference.
     noise: float
 
 
@@ -177,13 +177,12 @@ def paired_ratio(a: Any, b: Any, *, seed: int = 0, resamples: int = RESAMPLES) -
     differences = y - x
     n = differences.size
     found = middle(differences[rng.integers(0, n, (resamples, n))])
-    # How rounds that follow each other differ is what a comparison of a build with itself would find: each side has
-    # the same build in both, and the speed of the machine, which a round's sides share, is in neither.
-    own = np.diff(differences) / math.sqrt(2)
+    # Without a difference between the sides, each round's ratio would be as likely turned round.
+    own = differences - middle(differences)
     noise = 0.0
-    if own.size > 1:
-        signs = rng.choice([-1.0, 1.0], (resamples, own.size))
-        noise = float(np.std(middle(signs * own))) * math.sqrt(own.size / n)
+    if n > 1:
+        signs = rng.choice([-1.0, 1.0], (resamples, n))
+        noise = float(np.std(middle(signs * own))) * math.sqrt(n / (n - 1))
     return _ratio(float(middle(differences)), found, noise)
 
 

@@ -158,6 +158,9 @@ def stay() -> int | None:
         # What follows the command, which may hold blanks, in proc_pid_stat(5): the CPU is number 39 of all.
         with open("/proc/self/stat") as stream:
             cpu = int(stream.read().rpartition(")")[2].split()[36])
+        if cpu not in os.sched_getaffinity(0):
+            # Some sandboxes say 0 whatever is true.
+            return None
         os.sched_setaffinity(0, {cpu})
     except (OSError, ValueError, IndexError, AttributeError):
         return None
