@@ -138,7 +138,8 @@ def one(kind: str, files: dict[str, Path], seed: int, budget: float, clock: str)
 def summary(rows: list[dict[str, Any]]) -> str:
     """The table of the note."""
     lines = [
-        "| comparison | runs | SAME | FASTER | SLOWER | AMBIGUOUS | INVALID | slower by latency | its ratio | rounds | seconds | most |",
+        "| comparison | runs | SAME | FASTER | SLOWER | AMBIGUOUS | INVALID | latency slower | its ratio | rounds | seconds "
+        "| most |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for kind in dict.fromkeys(["same", "same, noise", *(f"{percent} % slower" for percent in NEEDED)]):
@@ -153,8 +154,8 @@ def summary(rows: list[dict[str, Any]]) -> str:
         lines.append(
             f"| {kind} | {len(chosen)} | "
             + " | ".join(str(counts[verdict]) for verdict in ("SAME", "FASTER", "SLOWER", "AMBIGUOUS", "INVALID"))
-            + f" | {latency} | {ratio:.3f} | {np.median([row['rounds'] for row in chosen]):.0f} | {np.median(seconds):.0f} | "
-            f"{max(seconds):.0f} |"
+            + f" | {latency} | {ratio:.3f} | {np.median([row['rounds'] for row in chosen]):.0f} | "
+            f"{np.median(seconds):.0f} | {max(seconds):.0f} |"
         )
     return "\n".join(lines)
 

@@ -503,8 +503,8 @@ def report(rows: list[dict[str, Any]], peers: list[str], options: argparse.Names
             f"XNNPACK {pin['version']}; {', '.join(f'{NAMES[peer]} {versions[peer]}' for peer in peers)}.",
             "",
             f"Samples per second, medians of {options.rounds} processes that took turns by slices; the best of a row "
-            "in bold. Threads are workers of one thread each in xnnfast's rows with batch 8; ExecuTorch (NumPy) takes a "
-            "thread for each CPU in all rows.",
+            "in bold. Threads are workers of one thread each in xnnfast's rows with batch 8; ExecuTorch (NumPy) takes "
+            "a thread for each CPU in all rows.",
             "",
             *table(rows, peers),
             "",
