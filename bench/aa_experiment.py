@@ -4,7 +4,7 @@
 
 * A network against a copy of itself, in half of the comparisons beside a process that works and rests at random.
   What must not be: SLOWER more often than once in 200.
-* The network against itself with more nodes that change no bit of the result, so that it is 5, 10 and 20 % slower.
+* The network against itself with 5, 10 and 20 % more layers, which change no bit of the result.
   What must be: SLOWER in 80, 95 and 100 % of them, within the budget each.
 
 Comparisons are of all kinds in turn, so that an interrupted run has some of each. Each one is appended to the log as
@@ -32,8 +32,6 @@ import xnnfast
 from xnnfast.bench import compare, measure, stats
 
 LAYERS, WIDTH, ROWS = 40, 256, 16
-#: Nodes by which the time of one is measured.
-PROBE = 600
 NEEDED = {5: 0.80, 10: 0.95, 20: 1.0}
 
 NOISE = """
@@ -47,43 +45,20 @@ while True:
 """
 
 
-def network(path: Path, extra: int = 0) -> Path:
-    """Products whose results are not negative, and at the end absolute values of them: work that changes nothing and
-    needs no memory."""
+def network(path: Path, percent: int = 0) -> Path:
+    """Products whose results are not negative, and so many percent more of them that multiply by one: as much work as
+    the others, whatever the machine does, and the same result."""
     rng = np.random.default_rng(0)
     b = xnnfast.GraphBuilder()
     x = b.input((ROWS, WIDTH))
     for _ in range(LAYERS):
         weights = rng.standard_normal((WIDTH, WIDTH), np.float32) * np.float32(np.sqrt(2 / WIDTH))
         x = b.fully_connected(x, weights, clamp=(0, None))
-    for _ in range(extra):
-        x = b.abs(x)
+    for _ in range(LAYERS * percent // 100):
+        x = b.fully_connected(x, np.eye(WIDTH, dtype=np.float32), clamp=(0, None))
     b.output(x)
     b.save(path)
     return path
-
-
-def extra_nodes(folder: Path) -> dict[int, int]:
-    """How many more nodes make the network so many percent slower, by slices with and without many in turns."""
-    x = np.random.default_rng(1).standard_normal((ROWS, WIDTH), np.float32)
-    sides = []
-    for extra in (0, PROBE):
-        runtime = xnnfast.Runtime(xnnfast.load(network(folder / "probe.xnn", extra)))
-        sides.append((runtime, list(runtime.run(x))))
-    ratios = []
-    for turn in range(400):
-        times = [0.0, 0.0]
-        for side in (0, 1) if turn % 2 == 0 else (1, 0):
-            runtime, out = sides[side]
-            # As compare does it: the first call of a slice finds what the other side left in the caches.
-            runtime.run(x, out=out)
-            start = time.perf_counter()
-            for _ in range(5):
-                runtime.run(x, out=out)
-            times[side] = time.perf_counter() - start
-        ratios.append(times[1] / times[0])
-    each = (np.median(ratios) - 1) / PROBE
-    return {percent: round(percent / 100 / each) for percent in NEEDED}
 
 
 @contextlib.contextmanager
@@ -114,7 +89,7 @@ def plan(same: int, slow: int) -> list[str]:
 def one(kind: str, files: dict[str, Path], seed: int, budget: float, clock: str) -> dict[str, Any]:
     settings = compare.Settings(budget=budget, seed=seed, clock=clock)
     if "slower" in kind:
-        # More nodes take longer to load as well; what has to be found is that they take longer to run.
+        # More layers take longer to load as well; what has to be found is that they take longer to run.
         settings.metrics = ("latency",)
     begun = time.monotonic()
     a, b = (measure.subject(path) for path in (files["a"], files[kind.removesuffix(", noise")]))
@@ -138,8 +113,8 @@ def one(kind: str, files: dict[str, Path], seed: int, budget: float, clock: str)
 def summary(rows: list[dict[str, Any]]) -> str:
     """The table of the note."""
     lines = [
-        "| comparison | runs | SAME | FASTER | SLOWER | AMBIGUOUS | INVALID | latency slower | its ratio | rounds | seconds "
-        "| most |",
+        "| comparison | runs | SAME | FASTER | SLOWER | AMBIGUOUS | INVALID | latency slower | its ratio | rounds | "
+        "seconds | most |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for kind in dict.fromkeys(["same", "same, noise", *(f"{percent} % slower" for percent in NEEDED)]):
@@ -196,8 +171,8 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             files = {"a": network(folder / "a.xnn"), "same": network(folder / "same.xnn")}
-            for percent, extra in extra_nodes(folder).items():
-                files[f"{percent} % slower"] = network(folder / f"{percent}.xnn", extra)
+            for percent in NEEDED:
+                files[f"{percent} % slower"] = network(folder / f"{percent}.xnn", percent)
             kinds = plan(options.same, options.slow)
             done = Counter(row["kind"] for row in rows)
             for seed, kind in enumerate(kinds):
