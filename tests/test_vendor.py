@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -569,6 +570,33 @@ def test_own_sources_are_compiled(tmp_path, name, line, becomes):
     assert (tmp_path / "CMakeLists.txt").read_text() == becomes
 
 
+def test_sums_stay_in_registers_by_options_for_some_kernels_of_gcc(tmp_path):
+    line = '  SET_PROPERTY(SOURCE ${ALL_MICROKERNEL_SRCS} APPEND_STRING PROPERTY COMPILE_FLAGS " -fno-math-errno ")\n'
+    _tree(tmp_path, {"CMakeLists.txt": line})
+    changes.apply({"xnnpack": tmp_path}, [_change("spilled-sums")])
+    text = (tmp_path / "CMakeLists.txt").read_text()
+    assert text.startswith(line)
+    assert text.endswith(
+        "    SET_PROPERTY(SOURCE ${XNNFAST_SPILLING_SRCS} APPEND_STRING PROPERTY COMPILE_FLAGS "
+        '" -fschedule-insns -fsched-pressure ")\n  ENDIF()\n'
+    )
+    pattern = re.compile(re.search(r'INCLUDE REGEX "(.*)"\)', text)[1])
+    chosen = (
+        "src/f32-gemm/gen/f32-gemm-5x16-minmax-fma3-broadcast.c",
+        "src/f32-igemm/gen/f32-igemm-5x16-minmax-fma3-broadcast-prfm.c",
+        "src/f32-qc8w-gemm/gen/f32-qc8w-gemm-5x16-minmax-avx2-broadcast.c",
+        "src/qs8-qc8w-dwconv/gen/qs8-qc8w-dwconv-25p32c-minmax-fp32-avx512skx-mul32.c",
+        "src/qu8-dwconv/gen/qu8-dwconv-9p16c-minmax-fp32-avx2-mul32.c",
+    )
+    left = (
+        "src/f32-gemm/gen/f32-gemm-4x16s4-minmax-fma3-broadcast.c",
+        "src/f32-dwconv/gen/f32-dwconv-9p16c-minmax-fma3.c",
+        "src/qu8-dwconv/gen/qu8-dwconv-9p16c-minmax-fp32-avx-mul16.c",
+        "src/qs8-qc8w-gemm/gen/qs8-qc8w-gemm-3x8c8-minmax-fp32-avx2.c",
+    )
+    assert all(map(pattern.search, chosen)) and not any(map(pattern.search, left))
+
+
 def test_own_sources_get_a_folder_of_their_own(tmp_path):
     (tmp_path / "src").mkdir()
     names = changes.add_own({"xnnpack": tmp_path})
@@ -598,6 +626,7 @@ def test_changes_state_the_counts_of_the_pin():
         "planner-room-below": (1, 1),
         "fully-connected-hit-size": (1, 1),
         "spin-wait": (1, 1),
+        "spilled-sums": (1, 1),
         "loop-order-build": (1, 1),
         "loop-order-cpuinfo": (1, 1),
         "loop-order-include": (1, 1),

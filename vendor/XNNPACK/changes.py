@@ -101,6 +101,15 @@ def _probe(option: str, flags: str, source: str) -> str:
     )
 
 
+# As CMake writes regular expressions. These are kernels whose inner loops, compiled by GCC 12, store fewer sums with
+# the options than without.
+_SPILLING = (
+    "/f32-(qc8w-)?i?gemm-5x16-minmax-(avx|fma3|avx2)-broadcast(-prfm)?[.]c$"
+    "|/q[su]8-(qc8w-)?dwconv-(9|25)p(16|32)c-minmax-fp32-(avx2|avx512skx)-mul32[.]c$"
+    "|/qs8-(qc8w-)?dwconv-(9|25)p16c-minmax-fp32-avx-mul16-add16[.]c$"
+    "|/qs8-rdsum-7p7x-minmax-fp32-avx2"
+)
+
 CHANGES: tuple[Change, ...] = (
     Change(
         name="amx-gate",
@@ -202,6 +211,25 @@ CHANGES: tuple[Change, ...] = (
         glob="src/threadpool-common.h",
         pattern=r"^(#define PTHREADPOOL_SPIN_WAIT_ITERATIONS) 1000000$",
         replacement=r"\1 2000",
+        files=1,
+        places=1,
+    ),
+    Change(
+        name="spilled-sums",
+        component="xnnpack",
+        why="GCC keeps one of the sums of these kernels on the stack, so that each step waits for a store to be read "
+        "back: fp32 products with 5 rows take twice as long. Scheduling before registers are chosen avoids it; "
+        "other kernels get worse by it, and Clang does well without.",
+        glob="CMakeLists.txt",
+        pattern=r'^( *SET_PROPERTY\(SOURCE )\$\{ALL_MICROKERNEL_SRCS\}( APPEND_STRING PROPERTY COMPILE_FLAGS )'
+        r'" -fno-math-errno "\)\n',
+        replacement=r"\g<0>"
+        r'  IF(CMAKE_C_COMPILER_ID STREQUAL "GNU" AND XNNPACK_TARGET_PROCESSOR MATCHES "^x86")\n'
+        r"    SET(XNNFAST_SPILLING_SRCS ${ALL_MICROKERNEL_SRCS})\n"
+        r"    LIST(FILTER XNNFAST_SPILLING_SRCS INCLUDE REGEX "
+        rf'"{_SPILLING}")\n'
+        r'  \1${XNNFAST_SPILLING_SRCS}\2" -fschedule-insns -fsched-pressure ")\n'
+        r"  ENDIF()\n",
         files=1,
         places=1,
     ),
