@@ -492,9 +492,10 @@ def report(rows: list[dict[str, Any]], peers: list[str], options: argparse.Names
     }
     missing = {f"{NAMES[peer]}, {row['model']}: {why}" for row in rows for peer, why in row["missing"].items()}
     pin = next(each for each in xnnfast.config()["pin"] if each["name"] == "xnnpack")
-    # Where the programs lie is this machine's business.
+    # Where files lie is this machine's business.
+    names = {"--shared": "DIR", "--json": "FILE"}
     words = [word for word in sys.argv[1:] if word != "--write"]
-    shown = shlex.join("DIR" if i and words[i - 1] == "--shared" else word for i, word in enumerate(words))
+    shown = shlex.join(names.get(words[i - 1], word) if i else word for i, word in enumerate(words))
     return "\n".join(
         [
             START,
