@@ -181,7 +181,7 @@ def test_no_difference_is_hardly_ever_called_slower(name):
 
 
 @pytest.mark.parametrize("slowdown, share", [(0.05, 0.8), (0.10, 0.95), (0.20, 1.0)])
-@pytest.mark.parametrize("name", ["1%", "2%", "drift"])
+@pytest.mark.parametrize("name", ["1%", "2%", "drift", "shared"])
 def test_slowdowns_are_found(name, slowdown, share):
     found = 0
     for seed in range(60):
