@@ -50,11 +50,13 @@ def test_unary_operators_treat_special_values_as_numpy_does(name, datatype):
         fine |= (x == INF) & np.isnan(got)
         if datatype == "fp16":
             fine |= (np.isnan(got) & (x == 0)) | ((x < 0) & (got == 0))
+    if name == "log" and datatype == "fp32":
+        fine |= (np.isnan(x) | (x == INF)) & (got > 88) & (got < 89)
     if name == "reciprocal_square_root" and datatype == "fp32":
         fine |= ((x == INF) | (x == 0)) & np.isnan(got)
     assert fine.all(), list(zip(x[~fine], got[~fine], want[~fine]))
     if not np.isnan(got[np.isnan(x)]).all():
-        assert "lower limit" in OPS[name].nan
+        assert "NaN gives" in OPS[name].nan or "lower limit" in OPS[name].nan
 
 
 @pytest.mark.parametrize("name", ["add", "subtract", "multiply", "divide", "prelu"])
