@@ -60,7 +60,7 @@ class Team:
 
     def _tell_all(self, word: str) -> None:
         for child in self.children:
-            child.say(word)
+            child.tell(word)
 
     def seconds(self) -> float:
         """How long all samples take."""

@@ -16,7 +16,6 @@ import contextlib
 import json
 import os
 import platform
-import select
 import shlex
 import statistics
 import subprocess
@@ -41,6 +40,7 @@ import tflite_export  # noqa: E402
 import torch_export  # noqa: E402
 
 import xnnfast  # noqa: E402
+from xnnfast.bench.measure import LineProcess  # noqa: E402
 
 NAMES = {
     "xnnfast": "xnnfast", "litert": "LiteRT", "executorch": "ExecuTorch", "executorch_numpy": "ExecuTorch (NumPy)",
@@ -148,7 +148,7 @@ class Case:
         return path
 
 
-class Child:
+class Child(LineProcess):
     """A process of one peer, which does its job by turns (see peer.py). Ended with the block that holds it."""
 
     def __init__(self, peer: str, python: Path, job: dict[str, Any], cpus: set[int] | None = None) -> None:
@@ -156,51 +156,25 @@ class Child:
         if peer == "xnnfast":
             job["path"] = str(Path(xnnfast.__path__[0]).parent)
         variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        # A file, since a pipe that nobody reads would stop those who have much to say.
-        self.complaints = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
-        command = [str(python), str(HERE / "peer.py"), json.dumps(job)]
         with _bound(cpus):
-            self.process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self.complaints,
-                text=True,
-                env=variables,
-            )
+            super().__init__([str(python), str(HERE / "peer.py"), json.dumps(job)], variables)
 
     def __enter__(self) -> Child:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.process.kill()
-        for stream in (self.process.stdin, self.process.stdout, self.complaints):
-            assert stream is not None
-            # Not read to its end: a child of the process may hold it open.
-            with contextlib.suppress(OSError):
-                stream.close()
-        self.process.wait()
-
-    def say(self, word: str) -> None:
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write(word + "\n")
-            self.process.stdin.flush()
+        self.stop()
 
     def hear(self, word: str | None = None) -> str:
         """The next line; the one that has to come, if it is known."""
-        stream = self.process.stdout
-        assert stream is not None
-        # One line is due at a time, so that none waits in a buffer where select() does not look.
-        late = not select.select([stream], [], [], PATIENCE)[0]
-        line = "" if late else stream.readline().strip()
-        if line and word in (None, line):
-            return line
-        if line:
-            raise RuntimeError(f"said {line[:100]!r} instead of {word!r}")
-        self.complaints.seek(0)
-        last = (self.complaints.read().strip().splitlines() or ["it had no last words"])[-1][:200]
-        raise RuntimeError(f"nothing for {PATIENCE} s: {last}" if late else last)
+        line = self.next_line(PATIENCE)
+        said = (line or "").strip()
+        if said and word in (None, said):
+            return said
+        if said:
+            raise RuntimeError(f"said {said[:100]!r} instead of {word!r}")
+        last = (self.last_words() or "it had no last words")[:200]
+        raise RuntimeError(f"nothing for {PATIENCE} s: {last}" if line is None else last)
 
 
 @contextlib.contextmanager
@@ -228,12 +202,13 @@ def in_turns(
     order = list(peers if turn % 2 == 0 else reversed(peers))
     with contextlib.ExitStack() as stack:
         children: dict[str, Child] = {}
+        failed: dict[str, str] = {}
 
         def ask(peer: str, word: str | None, answer: str | None) -> str | None:
             """What the peer says; None when it is out, and the reason is kept."""
             try:
                 if word is not None:
-                    children[peer].say(word)
+                    children[peer].tell(word)
                 return children[peer].hear(answer)
             except RuntimeError as reason:
                 # It must not go on beside the others.
@@ -241,7 +216,6 @@ def in_turns(
                 failed[peer] = str(reason)
                 return None
 
-        failed: dict[str, str] = {}
         for peer in order:
             job = {
                 "model": str(case.files[peer]),

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,26 +88,68 @@ class Build:
         return variables
 
 
-class Worker:
+class LineProcess:
+    """A process that is told what to do in lines and answers each in one; what it complains of goes to a file, since a
+    pipe that nobody reads between lines would stop those who have much to say."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], folder: str | None = None) -> None:
+        self._complaints = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
+        try:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._complaints,
+                text=True,
+                env=environment,
+                cwd=folder,
+            )
+        except OSError:
+            self._complaints.close()
+            raise
+
+    def tell(self, words: str) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(words + "\n")
+            self.process.stdin.flush()
+
+    def next_line(self, seconds: float) -> str | None:
+        """The next line with its end, "" after the last one, None if none came for so long."""
+        assert self.process.stdout is not None
+        with selectors.DefaultSelector() as selector:
+            # No more than one line is due at a time, so that none waits in a buffer where nobody looks.
+            selector.register(self.process.stdout, selectors.EVENT_READ)
+            if not selector.select(seconds):
+                return None
+        return self.process.stdout.readline()
+
+    def last_words(self) -> str:
+        """The last line of its complaints, "" if it had none."""
+        self._complaints.seek(0, os.SEEK_END)
+        self._complaints.seek(max(0, self._complaints.tell() - 4096))
+        return (self._complaints.read().strip().splitlines() or [""])[-1]
+
+    def stop(self) -> None:
+        with contextlib.suppress(OSError):
+            self.process.kill()
+        for stream in (self.process.stdin, self.process.stdout, self._complaints):
+            assert stream is not None
+            # Not read to its end: a child of the process may hold it open.
+            with contextlib.suppress(OSError):
+                stream.close()
+        self.process.wait()
+
+
+class Worker(LineProcess):
     """A process that has imported everything and waits for its job."""
 
     def __init__(self, build: Build) -> None:
         self.build = build
         self._greeted = False
-        # A file, since a pipe that nobody reads between turns would stop those who have much to say.
-        self._complaints = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         try:
-            self.process = subprocess.Popen(
-                [build.python, str(WORKER)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._complaints,
-                text=True,
-                env=build.environment(),
-                cwd=tempfile.gettempdir(),
-            )
+            super().__init__([build.python, str(WORKER)], build.environment(), tempfile.gettempdir())
         except OSError as error:
-            self._complaints.close()
             raise MeasureError(f"{build.python} can't be started: {error}") from error
 
     def run(self, job: Facts) -> Facts:
@@ -126,36 +168,25 @@ class Worker:
     def turn(self, words: str, seconds: float = 0.0) -> Facts:
         """Ask for the next part of a job with ``turns``, and what the worker says when that is done; ``seconds``: how
         long that is meant to take. The process goes on, until ``stop``."""
-        assert self.process.stdin is not None and self.process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write(words + "\n")
-            self.process.stdin.flush()
-        with selectors.DefaultSelector() as selector:
-            # No more than one line is due at a time, so that none waits in a buffer where nobody looks.
-            selector.register(self.process.stdout, selectors.EVENT_READ)
-            if not selector.select(PATIENCE + seconds):
-                raise self._too_late(PATIENCE + seconds)
-        line = self.process.stdout.readline()
+        self.tell(words)
+        line = self.next_line(PATIENCE + seconds)
+        if line is None:
+            raise self._too_late(PATIENCE + seconds)
         if not line.endswith("\n"):
             self.process.wait()
         return self._understood(line)
 
     def _too_late(self, timeout: float) -> MeasureError:
-        words = self._last_words()
+        words = self.last_words()
         return MeasureError(
             f"no answer from a worker of {self.build} for {timeout:g} s{words and f', its last words were: {words}'}"
         )
-
-    def _last_words(self) -> str:
-        self._complaints.seek(0, os.SEEK_END)
-        self._complaints.seek(max(0, self._complaints.tell() - 4096))
-        return (self._complaints.read().strip().splitlines() or [""])[-1]
 
     def _understood(self, line: str) -> Facts:
         """What the line says, or the reason why there is none."""
         ended = _ended(self.process.returncode)
         if not line:
-            raise MeasureError(f"a worker of {self.build} ended without an answer: {self._last_words() or ended}")
+            raise MeasureError(f"a worker of {self.build} ended without an answer: {self.last_words() or ended}")
         try:
             answer: Facts = json.loads(line)
         except ValueError:
@@ -178,16 +209,6 @@ class Worker:
                     break
         finally:
             timer.cancel()
-
-    def stop(self) -> None:
-        with contextlib.suppress(OSError):
-            self.process.kill()
-        for stream in (self.process.stdin, self.process.stdout, self._complaints):
-            assert stream is not None
-            # Not read to its end: a child of the worker may hold it open.
-            with contextlib.suppress(OSError):
-                stream.close()
-        self.process.wait()
 
 
 def _ended(status: int | None) -> str:
